@@ -7,8 +7,7 @@ from dataclasses import replace
 from gems.config.fields import check_fields
 from gems.config.resolve import global_batch
 from gems.config.schema import DataConfig, RunSpec
-from gems.data import tokens
-from gems.data.dataset import DATASETS, IMAGES, Dataset, Image, Source, Split, Tokens, dataset
+from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
 
 __all__ = [
     "DATASETS",
@@ -64,7 +63,7 @@ def sample_shape(data: DataConfig) -> tuple[int, ...]:
     """Return the shape of one sample: (channels, height, width) of an image, (length,) or (2, length) of tokens."""
     if kind_of(data) == IMAGES:
         return data.channels, data.height_px, data.width_px
-    return tokens.shape_of(kind_of(data), data.length)
+    return (2, data.length) if kind_of(data) == TOKEN_PAIRS else (data.length,)
 
 
 def labels_per_sample(data: DataConfig) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -12,7 +14,6 @@ from numpy.typing import NDArray
 
 from gems.config import registries
 from gems.config.schema import DataConfig
-from gems.data.rng import generator
 from gems.utils.registry import Registry
 
 Split = Literal["train", "validation"]
@@ -41,7 +42,7 @@ class Dataset(ABC):
         self.augment = augment
 
     def num_images(self, split: Split) -> int:
-        """Return how many images a split has."""
+        """Return how many samples a split has."""
         return self.num_train if split == "train" else self.num_validation
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
@@ -87,14 +88,11 @@ Opener = TypeVar("Opener", bound=Callable[[DataConfig, int], Dataset])
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of samples.
+    """A source of samples, whose `kind` is what the families of models read: images, tokens or token_pairs.
 
-    Attributes:
-        open: Opens the data set from its configuration and a seed: a subclass of Dataset, or a function.
-        check: Raises ConfigError for data that cannot be opened, without decoding an image.
-        field_of_view_px: Derives data.field_of_view_px.
-        kind: What a sample is, as the families of models read it: images, tokens or token_pairs.
-        counts_itself: Whether the number of samples is that of the files, whatever data.train_samples is.
+    `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a function. `check` raises
+    ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
+    it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -117,6 +115,11 @@ def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
     return register
 
 
+def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
+    """Return a fresh generator for (seed, purpose, key); other purposes or keys are independent streams."""
+    return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *key))
+
+
 def turned(image: Image, rng: np.random.Generator) -> Image:
     """Return a (channels, height, width) image flipped and, when square, turned: one of 8 ways, else of 4."""
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
@@ -127,3 +130,40 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
     if swap and image.shape[1] == image.shape[2]:
         image = image.transpose(0, 2, 1)
     return image
+
+
+def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
+    """Return the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
+
+    The run is one sequence of epochs, each a permutation of all images drawn from (seed, epoch); a step takes
+    the next `global_batch` of it and may straddle epochs. `draw` is the epoch, which seeds the augmentation.
+    Raises ValueError for counts below 1 or a negative step.
+    """
+    if num_images < 1 or global_batch < 1 or step < 0:
+        raise ValueError(f"num_images={num_images}, global_batch={global_batch}, step={step}")
+    place = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    epoch, offset = np.divmod(place, num_images)
+    index = np.empty(global_batch, dtype=np.int64)
+    for number in np.unique(epoch):
+        here = epoch == number
+        index[here] = _permutation(num_images, seed, int(number))[offset[here]]
+    return np.stack([index, epoch], axis=1)
+
+
+def micro_batch_slice(replica: int, micro_batch: int, num_micro_batches: int, micro_batch_size: int) -> slice:
+    """Return where a micro-batch of a replica lies in the global batch.
+
+    A global batch is replicas x num_micro_batches x micro_batch_size samples in that order;
+    `num_micro_batches` counts those of one replica and step, over both directions.
+    """
+    if not 0 <= micro_batch < num_micro_batches:
+        raise ValueError(f"micro-batch {micro_batch} of {num_micro_batches}")
+    start = (replica * num_micro_batches + micro_batch) * micro_batch_size
+    return slice(start, start + micro_batch_size)
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    order = generator(seed, "epoch", epoch).permutation(num_images)
+    order.flags.writeable = False
+    return order

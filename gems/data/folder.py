@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Dataset, Image, Source, Split
-from gems.data.rng import generator
+from gems.data.dataset import DATASETS, Dataset, Image, Source, Split, generator
 from gems.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +43,15 @@ class FolderDataset(Dataset):
         for split, count in zip(("train", "validation"), counts, strict=True):
             if not count:
                 raise ConfigError("data.path", data.path, f"no image is left for {split}", "add images")
-        _verify([path for files in self._files.values() for path, _ in files])
+        paths = [path for files in self._files.values() for path, _ in files]
+        # every file is read through once, several at a time
+        with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for path, problem in zip(paths, pool.map(_problem, paths), strict=True):
+                if problem:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise ConfigError(
+                        "data.path", path, f"not a readable image: {problem}", "repair or remove the file"
+                    )
 
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
@@ -101,23 +108,20 @@ def _has_split(root: Path) -> bool:
 
 def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     root = _root(data)
+    files: dict[Split, Files] = {"train": [], "validation": []}
     if _has_split(root):
         names = _class_names(root / "train")
-        return {"train": _all(root / "train", names), "validation": _all(root / "validation", names)}
-    files: dict[Split, Files] = {"train": [], "validation": []}
+        for split, found in files.items():
+            found += [(path, label) for label, name in enumerate(names) for path in _files_of(root / split / name)]
+        return files
     share = data.validation_samples / (data.train_samples + data.validation_samples)
-    names = _class_names(root)
-    for label, name in enumerate(names):
+    for label, name in enumerate(_class_names(root)):
         paths = _files_of(root / name)
         num_validation = min(max(round(share * len(paths)), 1), len(paths) - 1) if len(paths) > 1 and share else 0
         held_out = set(generator(seed, "split", label).permutation(len(paths))[:num_validation].tolist())
         for number, path in enumerate(paths):
             files["validation" if number in held_out else "train"].append((path, label))
     return files
-
-
-def _all(folder: Path, names: list[str]) -> Files:
-    return [(path, label) for label, name in enumerate(names) for path in _files_of(folder / name)]
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -128,15 +132,6 @@ def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
-
-
-def _verify(paths: list[Path]) -> None:
-    """Read every file through once, several at a time, and raises ConfigError for the first bad one."""
-    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for path, problem in zip(paths, pool.map(_problem, paths), strict=True):
-            if problem:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise ConfigError("data.path", path, f"not a readable image: {problem}", "repair or remove the file")
 
 
 def _problem(path: Path) -> str:

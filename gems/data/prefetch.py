@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class Prefetcher(Generic[T]):
             raise ValueError(f"depth={depth}")
         self._load = load
         self._depth = depth
-        self._last = last_step
+        self._end = math.inf if last_step is None else last_step + 1
         self._wanted = first_step
         self._next = first_step
         self._ready: dict[int, T] = {}
@@ -41,7 +41,7 @@ class Prefetcher(Generic[T]):
         closed.
         """
         with self._changed:
-            if step < self._wanted or (self._last is not None and step > self._last):
+            if not self._wanted <= step < self._end:
                 raise ValueError(f"step {step} was given already or is beyond the last step")
             if not self._depth and not self._closed:
                 self._wanted = step + 1
@@ -69,26 +69,18 @@ class Prefetcher(Generic[T]):
             self._thread.join(timeout_s)
 
     def __enter__(self) -> Prefetcher[T]:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _failed(self, step: int) -> bool:
         return self._failure is not None and step >= self._failure[0]
 
-    def _may_load(self) -> bool:
-        within = self._last is None or self._next <= self._last
-        return within and self._next < self._wanted + self._depth
-
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_load())
+                self._changed.wait_for(lambda: self._closed or self._next < min(self._end, self._wanted + self._depth))
                 if self._closed:
                     return
                 step = self._next

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Dataset, Image, Source, Split
-from gems.data.rng import generator
+from gems.data.dataset import DATASETS, Dataset, Image, Source, Split, generator
 from gems.errors import ConfigError
 
 SLIDE_PX = 512
@@ -22,20 +20,10 @@ _MODES = {1: "L", 3: "RGB"}
 _VALIDATION_SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A rectangle of the slide in pixels; `bottom` and `right` are the first row and column outside."""
-
-    top: int
-    left: int
-    bottom: int
-    right: int
-
-
-REGIONS: dict[Split, Region] = {
-    "train": Region(0, 0, SLIDE_PX, TRAIN_COLUMNS_PX),
-    "validation": Region(0, TRAIN_COLUMNS_PX, SLIDE_PX, SLIDE_PX),
-}
+COLUMNS_PX: dict[Split, tuple[int, int]] = {
+    "train": (0, TRAIN_COLUMNS_PX),
+    "validation": (TRAIN_COLUMNS_PX, SLIDE_PX),
+}  # of the slide: the first, and the first beyond
 
 
 class TissueDataset(Dataset):
@@ -80,9 +68,8 @@ class TissueDataset(Dataset):
 
     def _inside(self, share: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
         """Return the shares of those fields that lie wholly in the split's region."""
-        region = REGIONS[split]
-        height, width = self.field_shape_px
-        return share[region.top : region.bottom - height + 1, region.left : region.right - width + 1]
+        left, right = COLUMNS_PX[split]
+        return share[:, left : right - self.field_shape_px[1] + 1]
 
     def _choose(self, split: Split, seed: int, stained: NDArray[np.bool_]) -> None:
         num_images = self.num_images(split)
@@ -97,7 +84,7 @@ class TissueDataset(Dataset):
             if here.any():
                 positions[here] = available[rng.integers(len(available), size=int(here.sum()))]
         self._labels[split] = chosen
-        self._positions[split] = positions + np.array([REGIONS[split].top, REGIONS[split].left])
+        self._positions[split] = positions + np.array([0, COLUMNS_PX[split][0]])
 
     def _pixels(self, split: Split, index: int) -> Image:
         top, left = self.position_px(split, index)
@@ -127,12 +114,9 @@ def check(data: DataConfig) -> None:
     if data.num_classes != 2:
         raise ConfigError("data.num_classes", data.num_classes, "tissue has 2 classes: stained or not")
     if data.field_of_view_px is not None and not 8 <= data.field_of_view_px <= MAX_FIELD_PX:
-        raise ConfigError(
-            "data.field_of_view_px",
-            data.field_of_view_px,
-            f"a field of view has 8 to {MAX_FIELD_PX} source pixels on its longer side",
-            "a larger tile needs no larger field: it is resampled",
-        )
+        text = f"a field of view has 8 to {MAX_FIELD_PX} source pixels on its longer side"
+        advice = "a larger tile needs no larger field: it is resampled"
+        raise ConfigError("data.field_of_view_px", data.field_of_view_px, text, advice)
 
 
 def field_of_view_px(data: DataConfig) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, Split
+from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.prefetch import Prefetcher
-from gems.data.sampler import batch_indices, micro_batch_slice
 from gems.engine.executor import Batch
 from gems.engine.metrics import NO_LABEL
 

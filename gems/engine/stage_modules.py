@@ -10,9 +10,9 @@ from torch import nn
 
 from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
-from gems.models.blocks.operator import operator_module
+from gems.models.blocks.chain import operator_module
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec
-from gems.models.operators import Operator, operators_of
+from gems.models.steps import Operator, operators_of
 from gems.schedule.placement import Placement
 
 

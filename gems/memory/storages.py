@@ -12,7 +12,7 @@ import numpy as np
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.residency import Key
 from gems.profile import ModelProfile
-from gems.profile.saved_storages import Saved, saved_from
+from gems.profile.model_profile import Saved, saved_from
 from gems.profile.spans import Spans
 from gems.schedule.schedule import Schedule
 

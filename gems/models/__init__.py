@@ -13,30 +13,35 @@ from gems.models.layer import MODELS, Layer, ModelFamily
 __all__ = ["MODELS", "Layer", "ModelFamily", "check_image", "layers_of", "stride_of", "takes_of", "title_of"]
 
 
+_IMPORTED = ModelFamily(imported.layers)
+
+
+def _family(model: ModelConfig) -> ModelFamily:
+    return _IMPORTED if model.target is not None else MODELS[model.name]
+
+
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return the layers of the configured network, first to last.
 
     Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a block, ...) and for
     a network of the user's own that cannot be cut into layers.
     """
-    if model.target is not None:
-        return imported.layers(model, data)
-    return MODELS[model.name].layers(model, data)
+    return _family(model).layers(model, data)
 
 
 def takes_of(model: ModelConfig) -> str:
     """Return what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
-    return "images" if model.target is not None else MODELS[model.name].takes
+    return _family(model).takes
 
 
 def stride_of(model: ModelConfig) -> int:
-    """Return how many source pixels a side one pixel of the network's last feature map stands for.
+    """Return how many source pixels a side one pixel of the last feature map is for; 1 for a user's own network."""
+    return _family(model).stride_px(model)
 
-    Of a user's own network, which may have no such map, it gives 1.
-    """
-    if model.target is not None:
-        return 1
-    return MODELS[model.name].stride_px(model)
+
+def title_of(model: ModelConfig) -> str:
+    """Return what a resolved model is called in tables: family and what it varies in, or the user's own class."""
+    return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
@@ -56,33 +61,20 @@ def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
         normed_px = _normed_px(model, side_px)
         if not normed_px:
             least_px = _least_side(model, 1)
-            raise ConfigError(
-                key,
-                side_px,
-                f"{model.name} shrinks an image {stride_of(model)} times, so a side has at least {least_px} px",
-                f"set {key}={least_px} or more",
-            )
+            text = f"{model.name} shrinks an image {stride_of(model)} times, so a side has at least {least_px} px"
+            raise ConfigError(key, side_px, text, f"set {key}={least_px} or more")
         last_px *= normed_px
     if model.norm == "batch" and micro_batch_size is not None and micro_batch_size * last_px == 1:
-        raise ConfigError(
-            "data.height_px",
-            data.height_px,
-            f"an image of {data.height_px}x{data.width_px} px leaves batch norm one value a channel, too few",
-            f"set data.height_px={_least_side(model, 2)} or more, parallel.micro_batch_size=2 or model.norm=group",
-        )
-
-
-def title_of(model: ModelConfig) -> str:
-    """Return what a resolved model is called in tables: family and what it varies in, or the user's own class."""
-    if model.target is not None:
-        return model.name
-    return MODELS[model.name].title.format(name=model.name, depth=model.depth, version=model.version)
+        text = f"an image of {data.height_px}x{data.width_px} px leaves batch norm one value a channel, too few"
+        least_px = _least_side(model, 2)
+        advice = f"set data.height_px={least_px} or more, parallel.micro_batch_size=2 or model.norm=group"
+        raise ConfigError("data.height_px", data.height_px, text, advice)
 
 
 def _normed_px(model: ModelConfig, side_px: int) -> int:
-    family, stride_px = MODELS[model.name], stride_of(model)
-    if family.normed_px is not None:
-        return family.normed_px(model, side_px)
+    normed_px, stride_px = MODELS[model.name].normed_px, stride_of(model)
+    if normed_px is not None:
+        return normed_px(model, side_px)
     return math.ceil(side_px / stride_px) if side_px >= stride_px else 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,14 +41,18 @@ def build_layer(
     and both directions get the same values, and no dtype or device changes them but by rounding, for they are drawn
     in float32 on the host. The global random state is left as it was.
     """
+    module_name, _, class_name = layer.target.partition(":")
+    construct = partial(getattr(importlib.import_module(module_name), class_name), **dict(layer.options))
+    module: nn.Module
     if torch.device(device).type == "meta":
         with torch.device("meta"):
-            return _construct(layer).to(dtype)
+            module = construct()
+        return module.to(dtype)
     state = np.random.SeedSequence((seed, 0 if layer.is_part else index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
         torch.default_generator.manual_seed(int(state[0]))
-        module = _construct(layer)
+        module = construct()
     return module.to(device=device, dtype=dtype)
 
 
@@ -87,13 +92,13 @@ def boundary_shapes(
     `output_names` says.
     """
     specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), input_dtype or dtype),)
-    seen: dict[tuple[object, ...], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]] = {}
+    seen: dict[tuple[object, ...], tuple[TensorSpec, ...]] = {}
     out: list[tuple[TensorSpec, ...]] = []
     for layer in layers:
         key = (layer.target, layer.options, tuple((spec.shape, spec.dtype) for spec in specs))
         if key not in seen:
             seen[key] = _outputs(layer, specs, dtype)
-        specs = tuple(TensorSpec(f"{layer.name}{suffix}", shape, kept) for suffix, shape, kept in seen[key])
+        specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in seen[key])
         out.append(specs)
     return out
 
@@ -103,9 +108,8 @@ def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def _outputs(
-    layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype
-) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+def _outputs(layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """Return what a layer gives, named by what follows its own name."""
     module = build_layer(layer, 0, 0, dtype, "meta").eval()
     inputs = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
     try:
@@ -114,15 +118,8 @@ def _outputs(
     except Exception as error:
         error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in specs)}")
         raise
-    names: Sequence[str] = getattr(module, "output_names", ())
-    if not names:
-        suffixes = [""] if len(tensors) == 1 else [f".{number}" for number in range(len(tensors))]
-    else:
-        suffixes = [f".{name}" for name in names]
-    return tuple((suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True))
-
-
-def _construct(layer: Layer) -> nn.Module:
-    module_name, _, class_name = layer.target.partition(":")
-    module: nn.Module = getattr(importlib.import_module(module_name), class_name)(**dict(layer.options))
-    return module
+    names = getattr(module, "output_names", ()) or (range(len(tensors)) if len(tensors) > 1 else ())
+    suffixes = [f".{name}" for name in names] or [""]
+    return tuple(
+        TensorSpec(suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True)
+    )

@@ -11,16 +11,12 @@ from gems.data import check_data, kind_of, resolve_data, sources_of
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
 from gems.models.imported.describe import resolve_target
-from gems.models.operators import num_branching, operators_of
+from gems.models.steps import num_branching, operators_of
 from gems.schedule import FAMILIES, PLACED
 
 
 def resolve_model_and_data(spec: RunSpec) -> RunSpec:
-    """Return the run with the derived fields of `model` and `data`.
-
-    Raises:
-        ConfigError: a network, data or boundaries that cannot be, or that do not suit each other.
-    """
+    """Return the run with the derived fields of `model` and `data`; raises ConfigError if they do not fit together."""
     if spec.model.target is not None:
         spec = replace(spec, model=resolve_target(spec.model))
     for key, value in (("model.kwargs", spec.model.kwargs), ("model.path", spec.model.path)):
@@ -30,17 +26,14 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
     reads, gives = takes_of(spec.model), kind_of(spec.data)
     if reads != gives:
         sources = [f"data={name}" for name in sources_of(reads)]
-        raise ConfigError(
-            "data", spec.data.name, f"gives {gives}, but model {spec.model.name} reads {reads}",
-            f"set {' or '.join(sources)}, or another model",
-        )  # fmt: skip
+        text = f"gives {gives}, but model {spec.model.name} reads {reads}"
+        raise ConfigError("data", spec.data.name, text, f"set {' or '.join(sources)}, or another model")
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     layers = layers_of(spec.model, spec.data)
     if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):
-        raise ConfigError(
-            "schedule", PLACED, f"lays branches beside each other, and {spec.model.name} is a chain without any",
-            "use a model with branches (inception_v3, googlenet), or a schedule of stages",
-        )  # fmt: skip
+        text = f"lays branches beside each other, and {spec.model.name} is a chain without any"
+        advice = "use a model with branches (inception_v3, googlenet), or a schedule of stages"
+        raise ConfigError("schedule", PLACED, text, advice)
     if spec.parallel.boundaries is not None:
         family = FAMILIES.get(spec.schedule.name)
         num_stages = family.stages(spec.schedule.chunks) * spec.parallel.partitions if family else 0

@@ -2,11 +2,16 @@
 
 A layer of the chain families (AlexNet, VGG, inception, ...) is a tuple of steps, which `blocks.chain.Chain` runs. The
 same tuple gives the size of its feature map, so that no size stands anywhere twice.
+
+Operators are the finest parts of a model's layers, with who reads whom. A layer whose steps fork is taken apart into
+its steps, each branch's among them, and the joins of its forks; any other layer is one operator. So a model is a chain
+of layers, with branches inside of some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gems.models.layer import Layer
@@ -54,19 +59,9 @@ def conv(channels: int, kernel: int | tuple[int, int] = 1, stride: int = 1, is_p
     return Conv(channels, sizes, stride, padding)
 
 
-def max_pool(kernel: int = 3, stride: int = 2, padding: int = 0) -> Pool:
+def max_pool(kernel: int, stride: int, padding: int = 0) -> Pool:
     """Return a max pooling."""
     return Pool("max", kernel, stride, padding)
-
-
-def average_pool(kernel: int = 3, stride: int = 1, padding: int = 1) -> Pool:
-    """Return an average pooling; without arguments one that keeps the size."""
-    return Pool("average", kernel, stride, padding)
-
-
-def fork(*branches: tuple[Step, ...]) -> Fork:
-    """Return branches over one input."""
-    return Fork(branches)
 
 
 def chain_layer(
@@ -75,11 +70,6 @@ def chain_layer(
     """Return the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
     options = (("in_channels", in_channels), ("steps", steps), ("norm", norm), ("carried", carried))
     return Layer(name, kind, _CHAIN, options)
-
-
-def is_chain(layer: Layer) -> bool:
-    """Whether a layer is one that runs steps, which its options name."""
-    return layer.target == _CHAIN
 
 
 def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
@@ -130,7 +120,14 @@ def stride_after(steps: Iterable[Step]) -> int:
 
 def scaled(steps: tuple[Step, ...], width: int, published: int) -> tuple[Step, ...]:
     """Return the steps with width / published times the channels, rounded down, at least one."""
-    return tuple(_scaled(step, width, published) for step in steps)
+    out: list[Step] = []
+    for step in steps:
+        if isinstance(step, Conv):
+            step = step._replace(channels=scaled_channels(step.channels, width, published))
+        elif isinstance(step, Fork):
+            step = Fork(tuple(scaled(branch, width, published) for branch in step.branches))
+        out.append(step)
+    return tuple(out)
 
 
 def scaled_channels(channels: int, width: int, published: int) -> int:
@@ -138,14 +135,57 @@ def scaled_channels(channels: int, width: int, published: int) -> int:
     return max(1, channels * width // published)
 
 
-def _scaled(step: Step, width: int, published: int) -> Step:
-    if isinstance(step, Conv):
-        return step._replace(channels=scaled_channels(step.channels, width, published))
-    if isinstance(step, Fork):
-        return Fork(tuple(scaled(branch, width, published) for branch in step.branches))
-    return step
-
-
 def _windows(side_px: int, kernel_px: int, stride_px: int, padding_px: int) -> int:
     padded_px = side_px + 2 * padding_px
     return 0 if not side_px or padded_px < kernel_px else (padded_px - kernel_px) // stride_px + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A part of a layer.
+
+    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for a join, which puts
+    what it reads together along the channels. `feeders` are the operators that it reads, in order; none for the first
+    of all.
+    """
+
+    name: str
+    layer: int
+    path: str | None
+    feeders: tuple[int, ...]
+
+
+def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
+    """Return the operators of a model, each behind those that it reads."""
+    found: list[Operator] = []
+    for index, layer in enumerate(layers):
+        last = len(found) - 1
+        options = dict(layer.options)
+        steps = options["steps"] if layer.target == _CHAIN and not options.get("carried") else ()
+        if not any(isinstance(step, Fork) for step in steps):
+            found.append(Operator(layer.name, index, "", (last,) if last >= 0 else ()))
+            continue
+        _add_steps(found, layer.name, index, steps, "steps", last)
+    return tuple(found)
+
+
+def num_branching(operators: Sequence[Operator]) -> int:
+    """Return how many layers fork."""
+    return len({each.layer for each in operators if each.path is None})
+
+
+def _add_steps(found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int) -> int:
+    """Add steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
+    for number, step in enumerate(steps):
+        here = f"{path}.{number}"
+        if not isinstance(step, Fork):
+            found.append(Operator(f"{name}.{here.removeprefix('steps.')}", layer, here, (last,) if last >= 0 else ()))
+            last = len(found) - 1
+            continue
+        ends = tuple(
+            _add_steps(found, name, layer, branch, f"{here}.branches.{which}", last)
+            for which, branch in enumerate(step.branches)
+        )
+        found.append(Operator(f"{name}.{here.removeprefix('steps.')}.join", layer, None, ends))
+        last = len(found) - 1
+    return last

@@ -10,8 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from gems.profile.model_profile import LONG_NAMES, PAIRS, SCHEMA, SIZES, STORAGES, TIMES, ModelProfile
-from gems.profile.saved_storages import Saved
+from gems.profile.model_profile import LONG_NAMES, PAIRS, SCHEMA, SIZES, STORAGES, TIMES, ModelProfile, Saved
 
 ROOT = ("model", "height_px", "width_px", "micro_batch_size", "dtype", "device", "source", "input_bytes")
 
@@ -48,33 +47,23 @@ def add_to_trace(path: Path, profile: ModelProfile) -> None:
 
 
 def read_profile(group: h5py.Group) -> ModelProfile:
-    """Read what `write_profile` wrote.
-
-    Raises:
-        ConfigError: a profile of another schema.
-    """
-    names = [text.decode() for text in group["name"][:]]
-    kinds = [text.decode() for text in group["kind"][:]]
-    columns = {name: group[name][:].tolist() for name in (*TIMES, *SIZES) if name in group}
-    pairs: dict[str, list[list[tuple[int, int]]]] = {name: [[] for _ in names] for name in PAIRS}
+    """Read what `write_profile` wrote; raises ConfigError for a profile of another schema."""
+    layers: list[dict[str, Any]] = [
+        {"name": name.decode(), "kind": kind.decode(), **{each: [] for each in (*PAIRS, *STORAGES)}}
+        for name, kind in zip(group["name"][:], group["kind"][:], strict=True)
+    ]
+    for column in group.keys() & {*TIMES, *SIZES}:
+        for layer, value in zip(layers, group[column][:].tolist(), strict=True):
+            layer[column] = value
     for name in PAIRS:
-        for layer, away, num_bytes in group[name][:].tolist():
-            pairs[name][layer].append((away, num_bytes))
-    storages = {name: _read_storages(group, name, len(names)) for name in STORAGES}
-    layers = [
-        {
-            "name": names[index], "kind": kinds[index],
-            **{name: values[index] for name, values in columns.items()},
-            **{name: rows[index] for name, rows in pairs.items()},
-            **{name: rows[index] for name, rows in storages.items()},
-        }
-        for index in range(len(names))
-    ]  # fmt: skip
-    root = {name: _plain(group.attrs[name]) for name in ROOT}
+        for index, away, num_bytes in group[name][:].tolist():
+            layers[index][name].append((away, num_bytes))
+    for name in STORAGES:
+        if name in group:  # a file that is older has none
+            _read_storages(group, name, layers)
+    root = {name: _plain(group.attrs[name]) for name in ("schema", *ROOT)}
     more = {name: json.loads(group.attrs[name]) for name in ("versions", "facts")}
-    return ModelProfile.from_json(
-        {"schema": _plain(group.attrs["schema"]), **root, **more, "layers": layers}, group.name
-    )
+    return ModelProfile.from_json({**root, **more, "layers": layers}, group.name)
 
 
 def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Saved]]) -> None:
@@ -86,37 +75,22 @@ def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Save
     savers = [
         (row, layer, part)
         for row, one in enumerate(one for storages in layers for one in storages)
-        for part, layers_of_part in enumerate((one.savers, one.weight_readers))
-        for layer in layers_of_part
+        for part, by in enumerate((one.savers, one.weight_readers))
+        for layer in by
     ]
     columns = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
+    readers = "row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it"
     _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{LONG_NAMES[name]}: {columns}")
-    _write(
-        group,
-        f"{name}_by",
-        _table(savers, 3),
-        "1, 1, 1",
-        f"{LONG_NAMES[name]}, by whom: row of the storage, layers away, "
-        "0 for who saves it and 1 for whose weight gradient reads it",
-    )
+    _write(group, f"{name}_by", _table(savers, 3), "1, 1, 1", f"{LONG_NAMES[name]}, by whom: {readers}")
 
 
-def _read_storages(group: h5py.Group, name: str, num_layers: int) -> list[list[dict[str, Any]]]:
-    """Return the storages of each layer; none if the file is older than these tables."""
-    found: list[list[dict[str, Any]]] = [[] for _ in range(num_layers)]
-    if name not in group:
-        return found
+def _read_storages(group: h5py.Group, name: str, layers: list[dict[str, Any]]) -> None:
     by: dict[tuple[int, int], list[int]] = {}
     for row, layer, part in group[f"{name}_by"][:].tolist():
         by.setdefault((row, part), []).append(layer)
-    for row, (layer, num_bytes, last_use, count, is_product) in enumerate(group[name][:].tolist()):
-        found[layer].append(
-            {
-                "num_bytes": num_bytes, "savers": by.get((row, 0), []), "last_use": last_use, "count": count,
-                "is_product": is_product, "weight_readers": by.get((row, 1), []),
-            }
-        )  # fmt: skip
-    return found
+    for row, (layer, *values) in enumerate(group[name][:].tolist()):
+        found = dict(zip(("num_bytes", "last_use", "count", "is_product"), values, strict=True))
+        layers[layer][name].append(found | {"savers": by.get((row, 0), []), "weight_readers": by.get((row, 1), [])})
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:

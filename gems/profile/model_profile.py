@@ -1,17 +1,84 @@
-"""A model's profile as plain data: the time and the bytes of every layer."""
+"""A model's profile as plain data: the time and the bytes of every layer, and the storages that it makes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.profile.saved_storages import Saved, product_bytes_of, saved_from, stash_of
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """`count` equal storages that a layer makes, each of `num_bytes`.
+
+    Layers are counted from the one that makes them, which is 0: `savers` are those that save it for backward, in order,
+    `weight_readers` those after the maker whose weight gradient reads it, `last_use` the last one that is given it, to
+    read it or to carry it on. `is_product` says that a convolution or a
+    matrix product gave it, so that a selective recompute keeps it from the first. With no savers it is memory that
+    backward never reads.
+    """
+
+    num_bytes: int
+    savers: tuple[int, ...] = (0,)
+    last_use: int = 0
+    count: int = 1
+    is_product: bool = False
+    weight_readers: tuple[int, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.num_bytes * self.count
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Saved:
+        """Read what `dataclasses.asdict` gave."""
+        return cls(
+            int(entry["num_bytes"]),
+            tuple(int(saver) for saver in entry["savers"]),
+            int(entry["last_use"]),
+            int(entry["count"]),
+            bool(entry["is_product"]),
+            tuple(int(reader) for reader in entry.get("weight_readers", ())),
+        )
+
+
+def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
+    """Return storages with equal ones counted, in the order in which each first came."""
+    numbers: Counter[Saved] = Counter()
+    for storage in storages:
+        numbers[replace(storage, count=1)] += storage.count
+    return tuple(replace(storage, count=number) for storage, number in numbers.items())
+
+
+def stash_of(saved: Iterable[Saved]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return `stash_bytes` and `saved_later` of a layer from its saved storages."""
+    by_first: dict[int, int] = {}
+    for storage in saved:
+        if storage.savers:
+            first = storage.savers[0]
+            by_first[first] = by_first.get(first, 0) + storage.total_bytes
+    return by_first.pop(0, 0), tuple(sorted(by_first.items()))
+
+
+def product_bytes_of(storages: Iterable[Saved]) -> int:
+    """Return the bytes that a selective recompute keeps."""
+    return sum(storage.total_bytes for storage in storages if storage.is_product)
+
+
+def saved_from(stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0) -> tuple[Saved, ...]:
+    """Return storages that a stash may be made of, one per first saver, for a profile that has only sums."""
+    cheap = min(cheap_bytes, stash_bytes)
+    own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
+    later = (Saved(num_bytes, (ahead,), ahead) for ahead, num_bytes in saved_later)
+    return tuple(storage for storage in (*own, *later) if storage.num_bytes)
+
 
 SCHEMA = "gems.profile/1"
-SOURCES = ("measured", "fake", "incremental", "analytic")
 
 
 def _value(default: Any, long_name: str) -> Any:
@@ -137,28 +204,23 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
-        """Read a document of `to_json`.
+        """Read a document of `to_json`; raises ConfigError for another schema, a wrong field, or no layers."""
 
-        Raises:
-            ConfigError: not a profile, one of another schema, or one without layers.
-        """
+        def refusal(text: str) -> ConfigError:
+            return ConfigError("profile.path", path, text, "make it again with `gems profile --json`")
+
         schema = document.get("schema")
         if schema != SCHEMA:
-            raise ConfigError(
-                "profile.path", path, f"must hold a profile of schema {SCHEMA}, not {schema}",
-                "make it again with `gems profile --json`",
-            )  # fmt: skip
+            raise refusal(f"must hold a profile of schema {SCHEMA}, not {schema}")
         try:
             layers = tuple(_layer(entry) for entry in document["layers"])
             values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
             _check_fields(cls, values)
             profile = cls(**(values | {"layers": layers}))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                "profile.path", path, f"holds no whole profile ({error})", "make it again with `gems profile --json`"
-            ) from error
+            raise refusal(f"holds no whole profile ({error})") from error
         if not profile.layers:
-            raise ConfigError("profile.path", path, "holds no layers", "make it again with `gems profile --json`")
+            raise refusal("holds no layers")
         return profile
 
 

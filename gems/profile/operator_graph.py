@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -57,7 +58,10 @@ class OpGraph:
         if not num:
             raise ConfigError("operators", "none", "a graph has at least one operator")
         for op in self.ops:
-            _check_op(op)
+            for key in ("forward_s", "backward_s", "output_bytes", "held_bytes", "state_bytes"):
+                value = getattr(op, key)
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                    raise ConfigError(f"{op.name}.{key}", value, "must be 0 or more and finite")
         predecessors: list[list[int]] = [[] for _ in self.ops]
         successors: list[list[int]] = [[] for _ in self.ops]
         for source, target in self.edges:
@@ -97,11 +101,7 @@ class OpGraph:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OpGraph:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: another schema, a malformed field, or a graph that cannot be.
-        """
+        """Read what `to_json` wrote; raises ConfigError for another schema, a malformed field or a wrong graph."""
         found = document.get("schema") if isinstance(document, Mapping) else None
         if found != SCHEMA:
             raise ConfigError("schema", found, f"allowed: {SCHEMA}")
@@ -125,21 +125,12 @@ class OpGraph:
         ready = [v for v, count in enumerate(missing) if not count]
         found: list[int] = []
         while ready:
-            v = min(ready)
-            ready.remove(v)
-            found.append(v)
-            for user in self.successors[v]:
+            found.append(heapq.heappop(ready))
+            for user in self.successors[found[-1]]:
                 missing[user] -= 1
                 if not missing[user]:
-                    ready.append(user)
+                    heapq.heappush(ready, user)
         if len(found) < self.num_ops:
             stuck = next(v for v, count in enumerate(missing) if count)
             raise ConfigError("edges", self.ops[stuck].name, "waits for itself: the graph has a circle")
         return tuple(found)
-
-
-def _check_op(op: Op) -> None:
-    for key in ("forward_s", "backward_s", "output_bytes", "held_bytes", "state_bytes"):
-        value = getattr(op, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(f"{op.name}.{key}", value, "must be 0 or more and finite")

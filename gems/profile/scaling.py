@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gems.errors import ConfigError
-from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, LayerProfile, ModelProfile
-from gems.profile.saved_storages import product_bytes_of, stash_of
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, Saved, product_bytes_of, stash_of
 
 
 def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
@@ -35,95 +36,69 @@ def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, m
 
 
 def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
-    first = points[0]
-    weights = _line([_pixels(point) for point in points], float(micro_batch_size * height_px * width_px))
+    """Return the profile on the line nearest to the points; no value is below 0."""
+    pixels = [_pixels(point) for point in points]
+    mean = sum(pixels) / len(pixels)
+    spread = sum((one - mean) ** 2 for one in pixels)
+    beyond = micro_batch_size * height_px * width_px - mean
+    weights = [1 / len(pixels) + beyond * (one - mean) / spread for one in pixels]
 
-    def value(of: Callable[[LayerProfile], float], index: int) -> float:
-        return _at(weights, [of(point.layers[index]) for point in points])
+    def at(values: Iterable[float]) -> float:
+        return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
-    def layer(index: int) -> LayerProfile:
-        base = first.layers[index]
-        fitted: dict[str, object] = {}
-        for name in TIMES:
-            fitted[name] = value(lambda one, name=name: float(getattr(one, name)), index)  # type: ignore[misc]
-        for name in SIZES:
-            fitted[name] = round(value(lambda one, name=name: float(getattr(one, name)), index))  # type: ignore[misc]
-        for name in PAIRS:
-            fitted[name] = tuple(
-                (ahead, round(value(lambda one, n=name, k=ahead: float(dict(getattr(one, n))[k]), index)))  # type: ignore[misc]
-                for ahead, _ in getattr(base, name)
-            )
-        return replace(base, **(fitted | storages(index, fitted)))  # type: ignore[arg-type]
+    def layer(several: Sequence[LayerProfile]) -> LayerProfile:
+        def rows(name: str) -> Iterator[tuple[Any, ...]]:
+            return zip(*(getattr(one, name) for one in several), strict=True)
 
-    def storages(index: int, fitted: dict[str, object]) -> dict[str, object]:
-        """Return the storages, and the sums that follow from them; only the sums where points do not agree on them."""
-        if not all(_structure(point.layers[index]) == _structure(first.layers[index]) for point in points):
-            return {"saved": (), "passing": ()}
+        fitted: dict[str, Any] = {name: at(getattr(one, name) for one in several) for name in TIMES}
+        fitted |= {name: round(at(getattr(one, name) for one in several)) for name in SIZES}
+        fitted |= {
+            name: tuple((row[0][0], round(at(num_bytes for _, num_bytes in row))) for row in rows(name))
+            for name in PAIRS
+        }
+        if any(_structure(one) != _structure(several[0]) for one in several):
+            return replace(several[0], **fitted, saved=(), passing=())
         found = {
-            name: tuple(
-                replace(
-                    one,
-                    num_bytes=round(
-                        value(lambda other, n=name, k=place: float(getattr(other, n)[k].num_bytes), index)  # type: ignore[misc]
-                    ),
-                )
-                for place, one in enumerate(getattr(first.layers[index], name))
-            )
+            name: tuple(replace(row[0], num_bytes=round(at(one.num_bytes for one in row))) for row in rows(name))
             for name in STORAGES
         }
         stash, later = stash_of(found["saved"])
         cheap = product_bytes_of((*found["saved"], *found["passing"]))
-        return {**found, "stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}
+        return replace(
+            several[0], **(fitted | found | {"stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap})
+        )
 
     return replace(
-        first,
+        points[0],
         height_px=height_px,
         width_px=width_px,
         micro_batch_size=micro_batch_size,
-        layers=tuple(layer(index) for index in range(first.num_layers)),
-        input_bytes=round(_at(weights, [point.input_bytes for point in points])),
+        layers=tuple(layer(several) for several in zip(*(point.layers for point in points), strict=True)),
+        input_bytes=round(at(point.input_bytes for point in points)),
     )
-
-
-def _line(at: Sequence[int], wanted: float) -> tuple[float, ...]:
-    """Return what each point counts for in the value at `wanted` of the line nearest to them."""
-    mean = sum(at) / len(at)
-    spread = sum((one - mean) ** 2 for one in at)
-    return tuple(1 / len(at) + (wanted - mean) * (one - mean) / spread for one in at)
-
-
-def _at(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Return the value on the line; never below 0."""
-    return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
 
 def _check(points: Sequence[ModelProfile]) -> None:
     if len({_pixels(point) for point in points}) < 2:
-        raise ConfigError(
-            "points", len(points), "must be profiles of two sizes or more", "take one at another resolution"
-        )
+        advice = "take one at another resolution"
+        raise ConfigError("points", len(points), "must be profiles of two sizes or more", advice)
     first = points[0]
     for point in points[1:]:
         for name in ("model", "dtype", "device", "source"):
             if getattr(point, name) != getattr(first, name):
-                raise ConfigError(
-                    "points", getattr(point, name), f"must all be of one {name}, and one is of {getattr(first, name)}"
-                )
-        if not _have_same_layers(point, first):
+                text = f"must all be of one {name}, and one is of {getattr(first, name)}"
+                raise ConfigError("points", getattr(point, name), text)
+        if _aheads(point) != _aheads(first):
             raise ConfigError("points", point.model, "must all have the same layers, sharing the same tensors")
 
 
-def _have_same_layers(one: ModelProfile, other: ModelProfile) -> bool:
-    def shape(profile: ModelProfile) -> list[object]:
-        return [
-            (layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS)) for layer in profile.layers
-        ]
-
-    return shape(one) == shape(other)
+def _aheads(profile: ModelProfile) -> list[tuple[object, ...]]:
+    return [(layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS)) for layer in profile.layers]
 
 
-def _structure(layer: LayerProfile) -> list[list[tuple[object, ...]]]:
-    return [[one.structure for one in getattr(layer, name)] for name in STORAGES]
+def _structure(layer: LayerProfile) -> list[list[Saved]]:
+    """Return what is alike at other resolutions: all of the storages but their bytes."""
+    return [[replace(one, num_bytes=0) for one in getattr(layer, name)] for name in STORAGES]
 
 
 def _pixels(profile: ModelProfile) -> int:
@@ -131,7 +106,4 @@ def _pixels(profile: ModelProfile) -> int:
 
 
 def _whole(profile: ModelProfile, name: str) -> float:
-    """Return the sum over layers of a time or of what they save."""
-    if name == "time_s":
-        return sum(layer.time_s for layer in profile.layers)
-    return float(sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in profile.layers))
+    return float(sum(layer.time_s if name == "time_s" else layer.kept_bytes for layer in profile.layers))

@@ -41,28 +41,25 @@ class Spans:
     @cached_property
     def held_for_weights(self) -> Table:
         """Bytes that a split backward keeps between I and W, the stage's inputs and given gradients not among them."""
-        layers = self.profile.layers
-        inputs = np.array([float(layer.held_input_bytes) for layer in layers])
-        gradients = np.array([0.0] + [float(layer.held_output_grad_bytes) for layer in layers])
-        held = self._sums([float(layer.held_for_weights_bytes) for layer in layers])
-        table: Table = np.maximum(held - inputs[:, None] - gradients[None, :], 0.0)
+        own = self._of("held_input_bytes")[:, None] + np.append(0.0, self._of("held_output_grad_bytes"))
+        table: Table = np.maximum(self._sums("held_for_weights_bytes") - own, 0.0)
         return table
 
     @cached_property
     def forward_peak(self) -> Table:
         """The most bytes in use during a stage's forward, its inputs not among them."""
-        layers = self.profile.layers
-        peaks = np.array([layer.forward_peak_bytes for layer in layers], dtype=float)
-        unsaved = np.array([layer.unsaved_input_bytes for layer in layers], dtype=float)
+        peaks, unsaved = self._of("forward_peak_bytes"), self._of("unsaved_input_bytes")
         carried = [
-            (index, index - back, size) for index, layer in enumerate(layers) for back, size in layer.unsaved_from
+            (index, index - back, size)
+            for index, layer in enumerate(self.profile.layers)
+            for back, size in layer.unsaved_from
         ]
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
             own = unsaved.copy()
             for layer, maker, size in carried:
                 own[layer] -= size if maker < i else 0  # it is among the stage's inputs
-            before = np.concatenate(([0.0], self.stash[i, i + 1 : -1] + own[i + 1 :]))
+            before = np.append(0.0, self.stash[i, i + 1 : -1] + own[i + 1 :])
             table[i, i + 1 :] = np.maximum.accumulate(before + peaks[i:])
         return table
 
@@ -73,17 +70,22 @@ class Spans:
         The gradient of the stage's output, which the stage was given, is in use throughout.
         """
         layers = self.profile.layers
-        peaks = np.array([layer.backward_peak_bytes for layer in layers], dtype=float)
-        gradients = np.array([layer.output_grad_bytes for layer in layers], dtype=float)
+        peaks, gradients = self._of("backward_peak_bytes"), self._of("output_grad_bytes")
         alone = np.array([dict(layer.backward_peak_at).get(0, -np.inf) for layer in layers]) + gradients
         last = np.where(alone > -np.inf, alone, peaks)
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            within = np.concatenate(([-np.inf], np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1]))
+            within = np.append(-np.inf, np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1])
             table[i, i + 1 :] = np.maximum(self.stash[i, i + 1 :] + last[i:], within + gradients[i:])
-        for end, cases in self._ends_of_their_own().items():
+        # the ends of stages at which layers before the last have a backward peak of their own, and those peaks
+        cases: dict[int, dict[int, int]] = {}
+        for index, layer in enumerate(layers):
+            for ahead, num_bytes in layer.backward_peak_at:
+                if ahead:
+                    cases.setdefault(index + ahead + 1, {})[index] = num_bytes
+        for end, case in cases.items():
             own = peaks.copy()
-            own[list(cases)] = list(cases.values())
+            own[list(case)] = list(case.values())
             for i in range(end - 1):
                 inner = np.max(self.stash[i, i + 1 : end] + own[i : end - 1]) + gradients[end - 1]
                 table[i, end] = max(inner, self.stash[i, end] + last[end - 1])
@@ -93,32 +95,21 @@ class Spans:
         # at its end a stage has a gradient for each input, of zeros where none came
         return np.where(table > 0, np.maximum(table, self.handed_back + self.given_back), 0.0)
 
-    def _ends_of_their_own(self) -> dict[int, dict[int, int]]:
-        """Return, for each end of a stage at which layers before its last have a backward peak of their own, those."""
-        found: dict[int, dict[int, int]] = {}
-        for index, layer in enumerate(self.profile.layers):
-            for ahead, num_bytes in layer.backward_peak_at:
-                if ahead:
-                    found.setdefault(index + ahead + 1, {})[index] = num_bytes
-        return found
-
     @cached_property
     def input_gradient_peak(self) -> Table:
         """The most bytes in use during I of a split backward: as `backward_peak`, and what is left for W so far."""
-        layers = self.profile.layers
-        peaks = np.array([layer.backward_peak_bytes for layer in layers], dtype=float)
-        gradients = np.array([layer.output_grad_bytes for layer in layers], dtype=float)
-        left = np.cumsum([float(layer.held_for_weights_bytes) for layer in layers])
+        peaks, gradients = self._of("backward_peak_bytes"), self._of("output_grad_bytes")
+        left = np.cumsum(self._of("held_for_weights_bytes"))
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            behind = self.stash[i, i + 1 :] + peaks[i:] - left[i:]
-            table[i, i + 1 :] = np.maximum.accumulate(behind) + left[i:] + gradients[i:]
+            so_far = self.stash[i, i + 1 :] + peaks[i:] - left[i:]
+            table[i, i + 1 :] = np.maximum.accumulate(so_far) + left[i:] + gradients[i:]
         return table
 
     @cached_property
     def weight_gradient_peak(self) -> Table:
         """The most bytes that W needs beyond what I left: the gradient of the largest layer's parameters."""
-        params = np.array([layer.param_bytes for layer in self.profile.layers], dtype=float)
+        params = self._of("param_bytes")
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
             table[i, i + 1 :] = np.maximum.accumulate(params[i:])
@@ -127,50 +118,52 @@ class Spans:
     @cached_property
     def params(self) -> Table:
         """Bytes of the parameters."""
-        return self._sums([float(layer.param_bytes) for layer in self.profile.layers])
+        return self._sums("param_bytes")
 
     @cached_property
     def buffers(self) -> Table:
         """Bytes of the buffers, such as running statistics."""
-        return self._sums([float(layer.buffer_bytes) for layer in self.profile.layers])
+        return self._sums("buffer_bytes")
 
     @cached_property
     def time_s(self) -> Table:
         """Seconds of forward and whole backward of one micro-batch."""
-        return self._sums([layer.time_s for layer in self.profile.layers])
+        return self._sums("time_s")
 
     @cached_property
     def given(self) -> Table:
         """Bytes that the first layer is given; the same in a row."""
-        column = [float(self.profile.given_bytes(i)) for i in range(self.num_layers)]
-        return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
+        return self._in_rows([self.profile.given_bytes(i) for i in range(self.num_layers)])
 
     @cached_property
     def handed_on(self) -> Table:
         """Bytes that the last layer passes on; the same in a column."""
-        row = [0.0] + [float(layer.output_bytes) for layer in self.profile.layers]
-        return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
+        return np.tile(np.append(0.0, self._of("output_bytes")), (self.num_layers, 1))
 
     @cached_property
     def given_back(self) -> Table:
         """Bytes of the gradient that the last layer is given; the same in a column."""
-        row = [0.0] + [float(layer.output_grad_bytes) for layer in self.profile.layers]
-        return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
+        return np.tile(np.append(0.0, self._of("output_grad_bytes")), (self.num_layers, 1))
 
     @cached_property
     def handed_back(self) -> Table:
         """Bytes of the gradient that the first layer returns; the same in a row, 0 in the first."""
-        column = [0.0] + [float(layer.output_grad_bytes) for layer in self.profile.layers[:-1]]
-        return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
+        return self._in_rows(np.append(0.0, self._of("output_grad_bytes")[:-1]))
 
     def boundary_bytes(self) -> tuple[int, ...]:
         """Return the bytes between layers b and b + 1."""
         return tuple(layer.output_bytes for layer in self.profile.layers[:-1])
 
-    def _sums(self, values: list[float]) -> Table:
-        total = np.concatenate(([0.0], np.cumsum(values)))
-        table: Table = total[None, :] - total[:-1, None]
-        return np.maximum(table, 0.0)
+    def _of(self, name: str) -> Table:
+        return np.array([getattr(layer, name) for layer in self.profile.layers], dtype=float)
+
+    def _in_rows(self, values: Sequence[float] | Table) -> Table:
+        return np.repeat(np.array(values, dtype=float)[:, None], self.num_layers + 1, axis=1)
+
+    def _sums(self, name: str) -> Table:
+        total = np.append(0.0, np.cumsum(self._of(name)))
+        table: Table = np.maximum(total[None, :] - total[:-1, None], 0.0)
+        return table
 
 
 @dataclass(frozen=True, slots=True)

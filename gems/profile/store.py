@@ -3,23 +3,84 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gems.config.schema import RunSpec
+import gems
+from gems.config.schema import DataConfig, ModelConfig, ProfileConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.profile.identity import differences, key_of, subject_of, versions
+from gems.models.imported.describe import source_of
 from gems.profile.model_profile import ModelProfile
 from gems.utils.cache import cached
 
+PROFILER = 8  # another number for profilers that would give other figures
+DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.operators"
+_UNSEEN = ("name", "path", "field_of_view_px", "train_samples", "validation_samples", "augment", "prefetch_steps")
+# the keys of the configuration that a profile depends on beside its subject
+_ON_FAKE = (
+    "machine.name", "machine.device", "machine.float64_flops_per_s", "machine.flops_per_s",
+    "machine.bfloat16_flops_per_s", "machine.memory_bytes_per_s", "machine.efficiency", "profile.whole_model_peak",
+)  # fmt: skip
+_ON_DEVICE = ("machine.device", "machine.threads_per_rank", "profile.repetitions")
+_INCREMENTAL = ("profile.on", "machine.device_bytes", "train.optimizer", "parallel.partitions")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a profile depends on, without importing what they are of."""
+    found = {"gems": gems.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str) -> dict[str, Any]:
+    """Return the model, and of the data and the run all that its layers see, by the keys of the configuration."""
+    code = {"code of model.target": source_of(model.target, model.path)} if model.target is not None else {}
+    return {
+        **code,
+        **{f"model.{key}": value for key, value in asdict(model).items()},
+        **{f"data.{key}": value for key, value in asdict(data).items() if key not in _UNSEEN},
+        "parallel.micro_batch_size": micro_batch_size,
+        "train.dtype": dtype,
+    }
+
+
+def subject_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the subject of a resolved run's profile."""
+    return subject(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype)
+
+
+def is_fake(profile: ProfileConfig) -> bool:
+    """Whether a profile is taken on fake tensors."""
+    return profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
+
+
+def key_of(spec: RunSpec) -> dict[str, Any]:
+    """Return everything that the profile of a resolved run depends on: subject, profiler, machine, versions."""
+    name = spec.profile.name
+    where = _values(spec, _ON_FAKE) if is_fake(spec.profile) else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
+    more = _values(spec, _INCREMENTAL) if name == "incremental" else {}
+    return {**subject_of(spec), **where, **more, "profile": name, "profiler": PROFILER, **versions()}
+
+
+def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
+    return {key: attrgetter(key)(spec) for key in keys}
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
@@ -30,32 +91,24 @@ def profile_of(spec: RunSpec) -> ModelProfile:
             could not be taken.
     """
     if spec.profile.path is not None:
-        return read_file(spec, Path(spec.profile.path))
+        profile = read_document(Path(spec.profile.path))
+        check(profile, spec, Path(spec.profile.path))
+        return profile
     key = json.dumps(key_of(spec), sort_keys=True, default=str)
     return ModelProfile.from_json(cached(spec.cache_dir, "profile", key, lambda: take_profile(spec)))
 
 
-def read_file(spec: RunSpec, path: Path) -> ModelProfile:
-    """Read a profile from a file, when it is of this run's layers.
-
-    Raises:
-        ConfigError: it is not, or no such file.
-    """
-    profile = read_document(path)
-    check(profile, spec, path)
-    return profile
-
-
 def read_document(path: Path) -> ModelProfile:
-    """Read what `gems profile --json` printed, or (.h5) what `gems profile --hdf5` wrote.
-
-    Raises:
-        ConfigError: no such file, or no profile in it.
-    """
+    """Read what `gems profile --json` printed, or (.h5) `--hdf5` wrote; raises ConfigError if there is no profile."""
     advice = "give a file of `gems profile --json` or --hdf5"
     try:
         if path.suffix == ".h5":
-            return _read_hdf5(path)
+            import h5py
+
+            from gems.profile.hdf5 import read_profile
+
+            with h5py.File(path, "r") as file:
+                return read_profile(file["profile"])
         document = json.loads(path.read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError("profile.path", path, f"holds no profile ({error})", advice) from error
@@ -64,21 +117,8 @@ def read_document(path: Path) -> ModelProfile:
     return ModelProfile.from_json(document, path)
 
 
-def _read_hdf5(path: Path) -> ModelProfile:
-    import h5py
-
-    from gems.profile.hdf5 import read_profile
-
-    with h5py.File(path, "r") as file:
-        return read_profile(file["profile"])
-
-
 def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
-    """Check that a profile is of the run's layers at the run's shape and dtype, and of these versions.
-
-    Raises:
-        ConfigError: what differs, in one line.
-    """
+    """Raise ConfigError if a profile is of other layers, another shape or dtype, or other versions than the run."""
     found = {
         "data.height_px": profile.height_px,
         "data.width_px": profile.width_px,
@@ -93,35 +133,29 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         "layers": [layer.name for layer in layers_of(spec.model, spec.data)],
         **{f"version of {name}": text for name, text in versions().items()},
     }
-    several = list(differences(found, wanted))
+    several = [
+        f"{key}={found[key]} instead of {wanted[key]}" for key in wanted if key in found and found[key] != wanted[key]
+    ]
     if several:
         named = [text for text in several if not text.startswith("layers=")] or ["other layers"]
-        raise ConfigError(
-            "profile.path", path, f"is of another run: {', '.join(named[:3])}",
-            "make it again with `gems profile --json`, or leave profile.path out",
-        )  # fmt: skip
+        advice = "make it again with `gems profile --json`, or leave profile.path out"
+        raise ConfigError("profile.path", path, f"is of another run: {', '.join(named[:3])}", advice)
 
 
 def operators_taken(spec: RunSpec) -> dict[str, Any]:
     """Return the operators of a resolved run's model with their roofline times, from the cache or taken now.
 
-    The document is of schema gems.operators/1.
-
-    Raises:
-        ConfigError: they could not be taken.
+    The document is of schema gems.operators/1. Raises ConfigError as `take_profile`.
     """
-    key = json.dumps({**key_of(spec), "train.optimizer": spec.train.optimizer, "train.momentum": spec.train.momentum},
-                     sort_keys=True, default=str)  # fmt: skip
+    known = key_of(spec) | _values(spec, ("train.optimizer", "train.momentum"))
+    key = json.dumps(known, sort_keys=True, default=str)
     return cached(spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops"))
 
 
 def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
-    """Take the profile and return its document.
+    """Take the profile and return its document; raises ConfigError for what the profiler refused, or how it failed.
 
     A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
-
-    Raises:
-        ConfigError: what the profiler refused, or how it failed.
     """
     print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
     if "torch" in sys.modules and spec.profile.name == "fake":

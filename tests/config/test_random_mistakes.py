@@ -27,7 +27,7 @@ from gems.cli import framework as cli
 from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.identity import versions
+from gems.profile.store import versions
 from jobs.__main__ import VERBS as JOBS
 from tests.commands import Said
 from tests.wrong_files import MANGLED, Folder

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.data.sampler import batch_indices, micro_batch_slice
+from gems.data.dataset import batch_indices, micro_batch_slice
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ import torch
 
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
-from gems.data.sampler import batch_indices
+from gems.data.dataset import batch_indices
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.metrics import NO_LABEL
 from tests.engine.toys import NumberedDataset, make_spec

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gems.memory.case import MemoryCase
 from gems.partition.even import even
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.saved_storages import Saved, product_bytes_of, stash_of
+from gems.profile.model_profile import Saved, product_bytes_of, stash_of
 from gems.schedule import generate
 
 MIB = 1 << 20

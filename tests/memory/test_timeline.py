@@ -17,8 +17,8 @@ from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.storages import Layers
 from gems.memory.timeline import RankTimeline, micro_batch_states, rank_timeline, segment_costs
 from gems.profile import LayerProfile, ModelProfile
+from gems.profile.model_profile import Saved
 from gems.profile.profilers.fake import fake_profile
-from gems.profile.saved_storages import Saved
 from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.action import Kind

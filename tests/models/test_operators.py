@@ -4,9 +4,9 @@ import torch
 
 from gems.config.compose import compose
 from gems.models import layers_of
-from gems.models.blocks.operator import operator_module
+from gems.models.blocks.chain import operator_module
 from gems.models.build import as_tuple, build_layer
-from gems.models.operators import num_branching, operators_of
+from gems.models.steps import num_branching, operators_of
 
 RUN = ("data=synthetic", "data.height_px=128", "data.width_px=128", "model.width=4")
 

@@ -18,7 +18,7 @@ from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
-from gems.models.operators import operators_of
+from gems.models.steps import operators_of
 from gems.schedule.families.given_placement import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement

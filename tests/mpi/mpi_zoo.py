@@ -9,7 +9,7 @@ import torch
 
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.data.tokens import CHANCES
+from gems.data.synthetic import CHANCES
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate

@@ -15,11 +15,10 @@ from gems.engine.stage import Stage
 from gems.models import Layer
 from gems.models.build import as_tuple, boundary_shapes, build_layers
 from gems.profile import ModelProfile
-from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
+from gems.profile.profilers.chain import Lab, profile_chain
 from gems.profile.profilers.fake import made_fake, on_meta
 from gems.profile.profilers.layer_run import give_gradients, static_tensors, training_loss
 from gems.profile.profilers.live_bytes import LiveBytes
-from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
 
 torch.set_num_threads(1)  # small layers are slower on several
 
@@ -135,20 +134,13 @@ def fake_chain(layers: Sequence[Layer], shape: tuple[int, ...] = SHAPE) -> Model
     """Profile layers on fake tensors, without times and without what kernels use within themselves."""
     mode = FakeTensorMode()
 
-    def forward(probe: Probe) -> tuple[LayerMeter, Times]:
-        module = probe.build()
+    def build(one: Layer, _: int) -> nn.Module:
+        module = on_meta(one, torch.float32)
         with mode:
-            return meter(made_fake(module), probe.inputs(), probe.is_first, probe.loss), Times()
-
-    def backward(probe: Probe, gradients: Gradients) -> BackwardMeter:
-        module = probe.build()
-        with mode:
-            return meter_backward(made_fake(module), probe.inputs(), gradients, probe.is_first, probe.loss)
+            return made_fake(module)
 
     images = torch.empty(shape, device="meta")
-    chain = profile_chain(
-        layers, [images], lambda one, _: on_meta(one, torch.float32), Instruments(forward, backward), HOST
-    )
+    chain = profile_chain(layers, [images], Lab(build, HOST, mode=mode))
     return ModelProfile(
         "toy", *shape[2:], shape[0], "float32", "cpu", "fake", chain, images.numel() * images.element_size()
     )

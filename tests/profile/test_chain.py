@@ -11,7 +11,7 @@ import pytest
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.saved_storages import Saved
+from gems.profile.model_profile import Saved
 from gems.profile.spans import Spans
 from tests.profile.profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
 

@@ -12,10 +12,10 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers import measured
-from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.fake import Rates, Roofline, fake_profile, rates_of, roofline_times
 from gems.profile.profilers.incremental import Devices, incremental_profile
+from gems.profile.profilers.layer_run import LayerCall
 from gems.profile.profilers.measured import MAX_RUNS, WARM_UP_RUNS, measured_profile, medians_s
-from gems.profile.profilers.roofline import Rates, Roofline, rates_of, roofline_times
 from gems.profile.spans import Spans
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
@@ -110,11 +110,11 @@ class TestRoofline:
 
     def test_both_gradients_of_a_convolution_take_the_forwards_flops(self) -> None:
         module, x = nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.randn(1, 8, 16, 16)
-        times = roofline_times(module, [x], False, None, Rates(1.0, 1e30))
+        times = roofline_times(LayerCall(module, [x]), Rates(1.0, 1e30))
         flops = 2 * 8 * 8 * 9 * 16 * 16
         assert times.forward_s == flops == times.recompute_s
         assert (times.input_grad_s, times.weight_grad_s) == pytest.approx((flops, flops), rel=0.1)
-        assert roofline_times(module, [x], True, None, Rates(1.0, 1e30)).input_grad_s == 0
+        assert roofline_times(LayerCall(module, [x], is_first=True), Rates(1.0, 1e30)).input_grad_s == 0
 
     @pytest.mark.parametrize("name", ["flops_per_s", "memory_bytes_per_s", "efficiency"])
     def test_a_faster_machine_is_never_slower(self, fake: ModelProfile, name: str) -> None:

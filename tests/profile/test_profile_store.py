@@ -14,9 +14,8 @@ from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
-from gems.profile.identity import key_of, versions
 from gems.profile.profilers.take import take
-from gems.profile.store import profile_of
+from gems.profile.store import key_of, profile_of, versions
 
 
 def spec_of(**changes: object) -> RunSpec:

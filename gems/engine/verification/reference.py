@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, labels_per_step, open_dataset
-from gems.data.sampler import batch_indices, micro_batch_slice
+from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
 from gems.engine.gradients import running_statistics
 from gems.engine.optimizer import build_optimizer

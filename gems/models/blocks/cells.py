@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -15,21 +16,15 @@ _BOTTLENECK = 4
 Pairs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 
 
-class CellStem(nn.Module):
+class CellStem(nn.Sequential):
     """A 3x3 convolution of stride 2 and a norm, without activation: the cells begin with one.
 
     Takes (N, in_channels, H, W) and gives (N, out_channels, ceil(H / 2), ceil(W / 2)).
     """
 
     def __init__(self, in_channels: int, out_channels: int, norm: str) -> None:
-        super().__init__()
-        self.conv = conv2d(in_channels, out_channels, 3, 2, norm)
-        self.norm = norm2d(norm, out_channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the first feature map."""
-        out: Tensor = self.norm(self.conv(x))
-        return out
+        conv = conv2d(in_channels, out_channels, 3, 2, norm)
+        super().__init__(OrderedDict(conv=conv, norm=norm2d(norm, out_channels)))
 
 
 class Cell(nn.Module):
@@ -72,7 +67,6 @@ class Cell(nn.Module):
         self.output_names = () if is_last else ("cell", "before")
 
     def forward(self, last: Tensor, before: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the cell's output, and beside it the last one's, which the next cell reads too."""
         states = [self.reduce_last(last), self.reduce_before(last if before is None else before)]
         for pair, (left, right) in zip(self.pairs, self.indices, strict=True):
             assert isinstance(pair, nn.ModuleList)
@@ -95,7 +89,6 @@ class FactorizedReduction(nn.Module):
         self.norm = norm2d(norm, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the halved feature map."""
         active = functional.relu(x)
         shifted = functional.pad(active, (-1, 1, -1, 1))
         out: Tensor = self.norm(torch.cat([self.even(active), self.odd(shifted)], dim=1))
@@ -118,12 +111,10 @@ def _bottleneck(channels: int, stride: int, norm: str, *kernels: int | tuple[int
     )
 
 
-def _none(channels: int, stride: int, norm: str) -> nn.Module:
-    return nn.Identity() if stride == 1 else FactorizedReduction(channels, channels, norm)
-
-
 _OPERATIONS: dict[str, Callable[[int, int, str], nn.Module]] = {
-    "none": _none,
+    "none": lambda channels, stride, norm: (
+        FactorizedReduction(channels, channels, norm) if stride > 1 else nn.Identity()
+    ),
     "conv1x1": lambda channels, stride, norm: _activated_conv(channels, channels, norm, 1, stride),
     "conv3x3": lambda channels, stride, norm: _bottleneck(channels, stride, norm, 3),
     "conv1x7_7x1": lambda channels, stride, norm: _bottleneck(channels, stride, norm, (1, 7), (7, 1)),

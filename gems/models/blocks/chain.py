@@ -1,17 +1,18 @@
-"""A layer that runs steps one after another: convolutions, poolings and forks into branches."""
+"""A layer that runs steps one after another: convolutions, poolings and forks into branches; and parts of layers."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gems.models.blocks.parts import conv2d, norm2d
-from gems.models.steps import Conv, Fork, LocalNorm, Pool, Step, channels_after
+from gems.models.steps import Conv, Fork, LocalNorm, Operator, Pool, Step, channels_after
 
 
-class ConvUnit(nn.Module):
+class ConvUnit(nn.Sequential):
     """A convolution, followed by norm and ReLU when `activate`.
 
     Takes (N, in_channels, H, W) and gives (N, out_channels, H', W'); without `padding` an odd kernel gives
@@ -28,25 +29,19 @@ class ConvUnit(nn.Module):
         activate: bool = True,
         padding: int | tuple[int, int] | None = None,
     ) -> None:
-        super().__init__()
-        self.conv = conv2d(in_channels, out_channels, kernel, stride, norm, padding)
-        self.activation = nn.Sequential(norm2d(norm, out_channels), nn.ReLU()) if activate else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the feature map."""
-        out: Tensor = self.activation(self.conv(x))
-        return out
+        conv = conv2d(in_channels, out_channels, kernel, stride, norm, padding)
+        activation = nn.Sequential(norm2d(norm, out_channels), nn.ReLU()) if activate else nn.Identity()
+        super().__init__(OrderedDict(conv=conv, activation=activation))
 
 
 class Branches(nn.Module):
-    """Branches over one input (N, C, H, W), joined along the channels."""
+    """Branches over one input (N, C, H, W), joined along the channels to (N, sum of the branches' channels, H', W')."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, sum of the branches' channels, H', W')."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
@@ -62,7 +57,6 @@ class Chain(nn.Module):
         self.output_names = ("main", *carried) if carried else ()
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the feature map, and what is carried."""
         out: Tensor = self.steps(x)
         return (out, *carried) if carried else out
 
@@ -85,3 +79,49 @@ def _module(in_channels: int, step: Step, norm: str) -> nn.Module:
     assert isinstance(step, Pool)
     pool = nn.MaxPool2d if step.how == "max" else nn.AvgPool2d
     return pool(step.kernel, step.stride, step.padding)
+
+
+class Join(nn.Module):
+    """Puts branches together along the channels: (N, C_1, H, W), (N, C_2, H, W), ... to (N, sum of C, H, W)."""
+
+    def forward(self, *branches: Tensor) -> Tensor:
+        return torch.cat(branches, 1)
+
+
+class Inner(nn.Module):
+    """A part of a layer, with its parameters under the names that they have there."""
+
+    def __init__(self, whole: nn.Module, path: str) -> None:
+        super().__init__()
+        adopt(self, whole, path)
+        self._run = [whole.get_submodule(path)]  # in a list, so that it is not registered under a second name
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._run[0](x)
+        return out
+
+
+def adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
+    """Give `part` the module, parameter or buffer of `whole` at `path`, at the same path."""
+    *folders, name = path.split(".")
+    into, source = part, whole
+    for folder in folders:
+        source = source.get_submodule(folder)
+        if folder not in into._modules:
+            into.add_module(folder, nn.Module())
+        into = into.get_submodule(folder)
+        if into is source:  # all of it is adopted already
+            return
+    if name in source._modules:
+        into.add_module(name, source.get_submodule(name))
+    elif name in source._parameters:
+        into.register_parameter(name, source._parameters[name])
+    else:
+        into.register_buffer(name, source._buffers[name], name not in source._non_persistent_buffers_set)
+
+
+def operator_module(operator: Operator, whole: nn.Module) -> nn.Module:
+    """Return the module of an operator; `whole` is that of its layer, of which it takes its own part."""
+    if operator.path is None:
+        return Join()
+    return Inner(whole, operator.path) if operator.path else whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +29,6 @@ class Head(nn.Module):
         self.linear = nn.Linear(in_channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
         out: Tensor = self.linear(self.dropout(self.activation(x).mean(dim=(2, 3))))
         return out
 
@@ -43,29 +44,25 @@ class Flatten(nn.Module):
         self.side_px = side_px
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the flat map."""
         if x.shape[2:] != (self.side_px, self.side_px):
             x = functional.adaptive_avg_pool2d(x, self.side_px)
         return x.flatten(1)
 
 
-class FullyConnected(nn.Module):
+class FullyConnected(nn.Sequential):
     """Dropout, a linear map, and ReLU unless it `is_last`; in front of them `Flatten` where `map_px` is not 0.
 
     Takes (N, in_features) or a map (N, in_features / map_px^2, H, W), and gives (N, out_features).
     """
 
     def __init__(self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool) -> None:
-        super().__init__()
-        self.flatten = Flatten(map_px) if map_px else nn.Identity()
-        self.dropout = dropout(dropout_rate)
-        self.linear = (nn.Linear if is_last else hidden_linear)(in_features, out_features)
-        self.activation = nn.Identity() if is_last else nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the features, or the logits."""
-        out: Tensor = self.activation(self.linear(self.dropout(self.flatten(x))))
-        return out
+        steps: dict[str, nn.Module] = {
+            "flatten": Flatten(map_px) if map_px else nn.Identity(),
+            "dropout": dropout(dropout_rate),
+            "linear": (nn.Linear if is_last else hidden_linear)(in_features, out_features),
+            "activation": nn.Identity() if is_last else nn.ReLU(),
+        }
+        super().__init__(OrderedDict(steps))
 
 
 class Auxiliary(nn.Module):
@@ -92,7 +89,6 @@ class Auxiliary(nn.Module):
         self.linear = nn.Linear(out_channels, num_classes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the map itself and the auxiliary logits."""
         height, width = x.shape[2:]
         if min(height, width) >= _AUXILIARY_SIDE + (_AUXILIARY_SIDE - 1) * _AUXILIARY_STRIDE:
             pooled = functional.avg_pool2d(x, _AUXILIARY_SIDE, _AUXILIARY_STRIDE)
@@ -115,7 +111,6 @@ class AuxiliaryHead(Head):
         self.weight = weight
 
     def forward(self, x: Tensor, auxiliary: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the scores (training) or the main logits (evaluation)."""
         logits = super().forward(x)
         return joined_scores(logits, auxiliary, self.weight) if self.training else logits
 
@@ -123,14 +118,10 @@ class AuxiliaryHead(Head):
 def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
     """Return scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
 
-    The score of a class is log p(main) + weight log p(auxiliary). Their exponentials sum to Z <= 1, and a last column
-    log(1 - Z), "none of the classes", fills that up to one: the log-softmax of the scores is then the scores
-    themselves, and the normaliser has no gradient. Below the rounding of 1 - Z the column is held constant.
-
-    Args:
-        main: logits (N, C).
-        auxiliary: logits (N, C).
-        weight: of the auxiliary loss.
+    Both are logits (N, C). The score of a class is log p(main) + weight log p(auxiliary). Their exponentials sum to
+    Z <= 1, and a last column log(1 - Z), "none of the classes", fills that up to one: the log-softmax of the scores is
+    then the scores themselves, and the normaliser has no gradient. Below the rounding of 1 - Z the column is held
+    constant.
     """
     wide = torch.promote_types(main.dtype, torch.float32)
     joint = main.to(wide).log_softmax(1) + weight * auxiliary.to(wide).log_softmax(1)

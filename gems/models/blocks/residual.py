@@ -6,6 +6,7 @@ A bottleneck that shrinks its map does so in its first 1x1 convolution, as publi
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,43 +14,10 @@ from torch.nn import functional
 from gems.models.blocks.parts import conv2d, norm2d, tame
 
 
-class PostActivationBlock(nn.Module):
-    """A residual block of version 1: relu(shortcut(x) + branch(x)), He et al. 2015, figure 5.
+class _ResidualBlock(nn.Module):
+    """A residual block: takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride))."""
 
-    Takes (N, in_channels, H, W) and gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        inner_channels: int,
-        out_channels: int,
-        stride: int,
-        bottleneck: bool,
-        shortcut: str,
-        norm: str,
-        num_blocks: int,
-    ) -> None:
-        super().__init__()
-        convs = _branch_convs(in_channels, inner_channels, out_channels, stride, bottleneck, norm)
-        steps: list[nn.Module] = []
-        for conv in convs:
-            steps += [conv, norm2d(norm, conv.out_channels), nn.ReLU()]
-        self.branch = nn.Sequential(*steps[:-1])
-        self.shortcut = _shortcut(in_channels, out_channels, stride, shortcut, norm, normed=True)
-        tame(convs[-1], norm, num_blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
-        return functional.relu(self.shortcut(x) + self.branch(x))
-
-
-class PreActivationBlock(nn.Module):
-    """A residual block of version 2: shortcut + branch(relu(norm(x))), He et al. 2016, figure 4e.
-
-    A projection reads the activated input, which it shares with the branch; an identity reads x itself.
-    Shapes as in PostActivationBlock.
-    """
+    is_preactivated: ClassVar[bool]
 
     def __init__(
         self,
@@ -63,25 +31,66 @@ class PreActivationBlock(nn.Module):
         num_blocks: int,
     ) -> None:
         super().__init__()
-        convs = _branch_convs(in_channels, inner_channels, out_channels, stride, bottleneck, norm)
+        if bottleneck:
+            convs = [
+                conv2d(in_channels, inner_channels, 1, stride, norm),
+                conv2d(inner_channels, inner_channels, 3, 1, norm),
+                conv2d(inner_channels, out_channels, 1, 1, norm),
+            ]
+        else:
+            convs = [
+                conv2d(in_channels, inner_channels, 3, stride, norm),
+                conv2d(inner_channels, out_channels, 3, 1, norm),
+            ]
         steps: list[nn.Module] = [convs[0]]
         for previous, conv in pairwise(convs):
             steps += [norm2d(norm, previous.out_channels), nn.ReLU(), conv]
-        self.activation = nn.Sequential(norm2d(norm, in_channels), nn.ReLU())
+        if self.is_preactivated:
+            self.activation = nn.Sequential(norm2d(norm, in_channels), nn.ReLU())
+        else:
+            steps.append(norm2d(norm, out_channels))
         self.branch = nn.Sequential(*steps)
-        self.shortcut = _shortcut(in_channels, out_channels, stride, shortcut, norm, normed=False)
-        self.projects = isinstance(self.shortcut, nn.Sequential)
+        self.shortcut: nn.Module = nn.Identity()
+        self.projects = False
+        if in_channels != out_channels or stride != 1:
+            if shortcut == "identity":
+                self.shortcut = Subsample(stride, out_channels - in_channels)
+            else:
+                self.projects = True
+                projection: list[nn.Module] = [conv2d(in_channels, out_channels, 1, stride, norm)]
+                projection += [] if self.is_preactivated else [norm2d(norm, out_channels)]
+                self.shortcut = nn.Sequential(*projection)
         tame(convs[-1], norm, num_blocks)
 
+
+class PostActivationBlock(_ResidualBlock):
+    """A residual block of version 1: relu(shortcut(x) + branch(x)), He et al. 2015, figure 5."""
+
+    is_preactivated = False
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        return functional.relu(self.shortcut(x) + self.branch(x))
+
+
+class PreActivationBlock(_ResidualBlock):
+    """A residual block of version 2: shortcut + branch(relu(norm(x))), He et al. 2016, figure 4e.
+
+    A projection reads the activated input, which it shares with the branch; an identity reads x itself.
+    """
+
+    is_preactivated = True
+
+    def forward(self, x: Tensor) -> Tensor:
         active = self.activation(x)
         out: Tensor = self.shortcut(active if self.projects else x) + self.branch(active)
         return out
 
 
 class Subsample(nn.Module):
-    """The parameter-free shortcut "option A" of He et al. 2015: every `stride`-th pixel, zero channels."""
+    """The parameter-free shortcut "option A" of He et al. 2015: every `stride`-th pixel, zero channels.
+
+    Gives (N, C + new_channels, ceil(H / stride), ceil(W / stride)).
+    """
 
     def __init__(self, stride: int, new_channels: int) -> None:
         super().__init__()
@@ -89,26 +98,4 @@ class Subsample(nn.Module):
         self.new_channels = new_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, C + new_channels, ceil(H / stride), ceil(W / stride))."""
         return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
-
-
-def _branch_convs(
-    in_channels: int, inner_channels: int, out_channels: int, stride: int, bottleneck: bool, norm: str
-) -> list[nn.Conv2d]:
-    if bottleneck:
-        return [
-            conv2d(in_channels, inner_channels, 1, stride, norm),
-            conv2d(inner_channels, inner_channels, 3, 1, norm),
-            conv2d(inner_channels, out_channels, 1, 1, norm),
-        ]
-    return [conv2d(in_channels, inner_channels, 3, stride, norm), conv2d(inner_channels, out_channels, 3, 1, norm)]
-
-
-def _shortcut(in_channels: int, out_channels: int, stride: int, shortcut: str, norm: str, normed: bool) -> nn.Module:
-    if in_channels == out_channels and stride == 1:
-        return nn.Identity()
-    if shortcut == "identity":
-        return Subsample(stride, out_channels - in_channels)
-    conv = conv2d(in_channels, out_channels, 1, stride, norm)
-    return nn.Sequential(conv, norm2d(norm, out_channels)) if normed else nn.Sequential(conv)

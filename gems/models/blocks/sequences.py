@@ -16,35 +16,31 @@ from torch.nn import functional
 warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
 
 
-class WordEmbedding(nn.Module):
-    """Takes tokens (N, T), int64 below `vocabulary`, and gives their vectors (T, N, width)."""
-
+class _Embedding(nn.Module):
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
 
+
+class WordEmbedding(_Embedding):
+    """Takes tokens (N, T), int64 below `vocabulary`, and gives their vectors (T, N, width)."""
+
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the vectors."""
         out: Tensor = self.words(tokens.t())
         return out
 
 
-class SourceEmbedding(nn.Module):
+class SourceEmbedding(_Embedding):
     """Takes pairs of sequences (N, 2, T); gives the source's vectors (T, N, width), and the target's tokens (N, T)."""
 
     output_names = ("main", "target")
 
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(vocabulary, width)
-
     def forward(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors and tokens."""
         source, target = pairs.unbind(1)
         return self.words(source.t()), target.contiguous()
 
 
-class TargetEmbedding(nn.Module):
+class TargetEmbedding(_Embedding):
     """Takes the encoder's output (S, N, width) and the target's tokens (N, T).
 
     Gives the tokens' vectors (T, N, width), and the encoder's output as it came, the memory of the attention.
@@ -52,12 +48,7 @@ class TargetEmbedding(nn.Module):
 
     output_names = ("main", "memory")
 
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(vocabulary, width)
-
     def forward(self, memory: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors and memory."""
         return self.words(target.t()), memory
 
 
@@ -78,15 +69,12 @@ class Recurrent(nn.Module):
         carried: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        if num_cells is None:
-            self.lstm = nn.LSTM(in_features, width, bidirectional=bidirectional)
-        else:
-            self.lstm = nn.LSTM(in_features, num_cells, proj_size=width, bidirectional=bidirectional)
+        projected = width if num_cells else 0
+        self.lstm = nn.LSTM(in_features, num_cells or width, proj_size=projected, bidirectional=bidirectional)
         self.is_residual = is_residual
         self.output_names = ("main", *carried) if carried else ()
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the sequence of outputs, and what is carried."""
         made, _ = self.lstm(x)
         out: Tensor = x + made if self.is_residual else made
         return (out, *carried) if carried else out
@@ -108,14 +96,13 @@ class Attention(nn.Module):
         self.score = nn.Linear(width, 1, bias=False)
 
     def forward(self, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and context."""
         query = self.query(functional.pad(state, (0, 0, 0, 0, 1, -1)))
         energy = torch.tanh(query.unsqueeze(1) + self.key(memory).unsqueeze(0))
         weight = self.score(energy).squeeze(3).softmax(dim=1)
         return state, torch.einsum("tsn,snw->tnw", weight, memory).contiguous()
 
 
-class ContextDecoder(nn.Module):
+class ContextDecoder(Recurrent):
     """An upper LSTM layer of the decoder: takes the output of the layer below and the context, both (T, N, width).
 
     Gives the output (T, N, width), to which `is_residual` adds that below, and the context as it came, unless
@@ -123,17 +110,12 @@ class ContextDecoder(nn.Module):
     """
 
     def __init__(self, width: int, is_residual: bool, is_last: bool) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(2 * width, width)
-        self.is_residual = is_residual
-        self.is_last = is_last
-        self.output_names = () if is_last else ("main", "context")
+        super().__init__(2 * width, width, is_residual=is_residual, carried=() if is_last else ("context",))
 
-    def forward(self, x: Tensor, context: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return output and context."""
-        made, _ = self.lstm(torch.cat([x, context], dim=2))
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor | tuple[Tensor, ...]:
+        made, _ = self.lstm(torch.cat([x, *context], dim=2))
         out: Tensor = x + made if self.is_residual else made
-        return out if self.is_last else (out, context)
+        return (out, *context) if self.output_names else out
 
 
 class WordHead(nn.Module):
@@ -144,6 +126,5 @@ class WordHead(nn.Module):
         self.words = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
         out: Tensor = self.words(x).permute(1, 2, 0)
         return out

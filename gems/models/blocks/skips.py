@@ -25,7 +25,6 @@ class Descend(nn.Module):
         self.output_names = ("main", *names)
 
     def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        """Return the smaller map, the skips so far, and the map as it came."""
         return functional.max_pool2d(x, _FACTOR, ceil_mode=True), *skips, x
 
 
@@ -44,7 +43,6 @@ class Ascend(nn.Module):
         self.output_names = ("main", *names) if names else ()
 
     def forward(self, x: Tensor, *skips: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the larger map, and the skips that are left."""
         *others, skip = skips
         wide = self.widen(x)[:, :, : skip.shape[2], : skip.shape[3]]
         out = torch.cat([skip, wide], dim=1)
@@ -62,6 +60,5 @@ class PixelHead(nn.Module):
         self.conv = nn.Conv2d(in_channels, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
         out: Tensor = self.conv(x).mean(dim=(2, 3))
         return out

@@ -9,12 +9,10 @@ does, and not all unused ones, as the paper draws it: with that (18, 208) has th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.checks import check_classifier
-from gems.models.layer import MODELS, Layer, ModelFamily
+from gems.models.families.shared import check_classifier, pooled_head
+from gems.models.layer import MODELS, Layer, ModelFamily, block
 
 Term = tuple[str, int]
 Pairs = tuple[tuple[Term, Term], ...]
@@ -37,10 +35,6 @@ REDUCTION: Pairs = (
 )
 REDUCTION_JOINED = (4, 5, 6)
 
-_NUM_STAGES = 3
-_NUM_STEM_CELLS = 2
-_NORMS = ("batch", "group")
-
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
@@ -48,64 +42,46 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for norm=none.
     """
     _check(model)
-    names = list(_cell_names(model.depth))
-    channels = model.width >> _NUM_STEM_CELLS
+    stages = [[f"stage{stage}.cell{number + 1}" for number in range(model.depth // 3)] for stage in (1, 2, 3)]
+    names = ["stem.reduction1", "stem.reduction2", *stages[0], "reduction1", *stages[1], "reduction2", *stages[2]]
+    channels = model.width >> 2
     stem = {"in_channels": data.channels, "out_channels": channels, "norm": model.norm}
-    out = [Layer("stem.conv", "conv", "gems.models.blocks.cells:CellStem", tuple(stem.items()))]
+    out = [block("stem.conv", "conv", "cells:CellStem", **stem)]
     before, last, was_reduction = channels, channels, False
     for index, name in enumerate(names):
         is_reduction = "reduction" in name
         channels = 2 * channels if is_reduction else channels
-        options = {
-            "channels_before": before,
-            "channels_last": last,
-            "channels": channels,
-            "pairs": REDUCTION if is_reduction else NORMAL,
-            "joined": REDUCTION_JOINED if is_reduction else NORMAL_JOINED,
-            "is_reduction": is_reduction,
-            "is_after_reduction": was_reduction,
-            "is_last": index == len(names) - 1,
-            "norm": model.norm,
-        }
-        kind = "reduction" if is_reduction else "cell"
-        out.append(Layer(name, kind, "gems.models.blocks.cells:Cell", tuple(options.items())))
-        before, last, was_reduction = last, channels * len(options["joined"]), is_reduction  # type: ignore[arg-type]
-    head = {
-        "in_channels": last,
-        "num_classes": data.num_classes,
-        "norm": "none",
-        "activate": True,
-        "dropout_rate": model.dropout,
-    }
-    return (*out, Layer("head", "head", "gems.models.blocks.heads:Head", tuple(head.items())))
-
-
-def stride_px(model: ModelConfig) -> int:
-    """Return 32: the stem and four reduction cells each halve the feature map, whatever the depth."""
-    return 2 << (_NUM_STEM_CELLS + _NUM_STAGES - 1)
-
-
-def _cell_names(depth: int) -> Iterator[str]:
-    yield from (f"stem.reduction{number + 1}" for number in range(_NUM_STEM_CELLS))
-    for stage in range(_NUM_STAGES):
-        if stage:
-            yield f"reduction{stage}"
-        yield from (f"stage{stage + 1}.cell{number + 1}" for number in range(depth // _NUM_STAGES))
+        pairs, joined = (REDUCTION, REDUCTION_JOINED) if is_reduction else (NORMAL, NORMAL_JOINED)
+        cell = block(
+            name,
+            "reduction" if is_reduction else "cell",
+            "cells:Cell",
+            channels_before=before,
+            channels_last=last,
+            channels=channels,
+            pairs=pairs,
+            joined=joined,
+            is_reduction=is_reduction,
+            is_after_reduction=was_reduction,
+            is_last=index == len(names) - 1,
+            norm=model.norm,
+        )
+        out.append(cell)
+        before, last, was_reduction = last, channels * len(joined), is_reduction
+    return (*out, pooled_head(model, data, last, norm="none", activate=True))
 
 
 def _check(model: ModelConfig) -> None:
     check_classifier(model)
-    for key, value, unit in (("model.depth", model.depth, _NUM_STAGES), ("model.width", model.width, 8)):
+    for key, value, unit in (("model.depth", model.depth, 3), ("model.width", model.width, 8)):
         if value < unit or value % unit:
             near = max(unit, value // unit * unit)
-            raise ConfigError(
-                key, value, f"must be a multiple of {unit} for amoebanet", f"nearest: {near}, {near + unit}"
-            )
-    if model.norm not in _NORMS:
-        raise ConfigError(
-            "model.norm", model.norm, "amoebanet adds up branches, which only a norm keeps finite",
-            f"set model.norm={' or '.join(_NORMS)}",
-        )  # fmt: skip
+            text = f"must be a multiple of {unit} for amoebanet"
+            raise ConfigError(key, value, text, f"nearest: {near}, {near + unit}")
+    if model.norm == "none":
+        text = "amoebanet adds up branches, which only a norm keeps finite"
+        raise ConfigError("model.norm", model.norm, text, "set model.norm=batch or group")
 
 
-MODELS.register("amoebanet", ModelFamily(layers, stride_px, title="{name}{depth}"))
+# the stem and four reduction cells each halve the feature map, whatever the depth
+MODELS.register("amoebanet", ModelFamily(layers, lambda model: 32, title="{name}{depth}"))

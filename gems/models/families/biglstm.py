@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.language import check_language, stride_px
-from gems.models.layer import MODELS, Layer, ModelFamily
+from gems.models.families.shared import check_language
+from gems.models.layer import MODELS, Layer, ModelFamily, block
 
-_BLOCKS = "gems.models.blocks.sequences"
 _CELLS_PER_OUTPUT = 8
 
 
@@ -27,13 +26,13 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     check_language(model, data)
     if model.depth < 1:
         raise ConfigError("model.depth", model.depth, "LSTM layers, at least 1")
-    words = (("vocabulary", model.vocabulary), ("width", model.width))
-    recurrent = (("in_features", model.width), ("width", model.width), ("num_cells", _CELLS_PER_OUTPUT * model.width))
+    words, width = {"vocabulary": model.vocabulary, "width": model.width}, model.width
+    recurrent = {"in_features": width, "width": width, "num_cells": _CELLS_PER_OUTPUT * width}
     return (
-        Layer("words", "embedding", f"{_BLOCKS}:WordEmbedding", words),
-        *(Layer(f"lstm{number + 1}", "lstm", f"{_BLOCKS}:Recurrent", recurrent) for number in range(model.depth)),
-        Layer("head", "head", f"{_BLOCKS}:WordHead", words),
+        block("words", "embedding", "sequences:WordEmbedding", **words),
+        *(block(f"lstm{number + 1}", "lstm", "sequences:Recurrent", **recurrent) for number in range(model.depth)),
+        block("head", "head", "sequences:WordHead", **words),
     )
 
 
-MODELS.register("biglstm", ModelFamily(layers, stride_px, takes="tokens"))
+MODELS.register("biglstm", ModelFamily(layers, takes="tokens"))

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.language import check_language, stride_px
-from gems.models.layer import MODELS, Layer, ModelFamily
+from gems.models.families.shared import check_language
+from gems.models.layer import MODELS, Layer, ModelFamily, block
 
-_BLOCKS = "gems.models.blocks.sequences"
 _FIRST_RESIDUAL = 3
 
 
@@ -29,7 +28,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     if model.depth < 2:
         raise ConfigError("model.depth", model.depth, "layers of the encoder, and of the decoder, at least 2")
     width, words = model.width, {"vocabulary": model.vocabulary, "width": model.width}
-    out = [_layer("source", "embedding", "SourceEmbedding", **words)]
+    out = [block("source", "embedding", "sequences:SourceEmbedding", **words)]
     for number in range(1, model.depth + 1):
         options: dict[str, object] = {
             "in_features": 2 * width if number == 2 else width,
@@ -38,18 +37,15 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
             "carried": ("target",),
         }
         options |= {"bidirectional": True} if number == 1 else {}
-        out.append(_layer(f"encoder{number}", "lstm", "Recurrent", **options))
-    out.append(_layer("target", "embedding", "TargetEmbedding", **words))
-    out.append(_layer("decoder1", "lstm", "Recurrent", in_features=width, width=width, carried=("memory",)))
-    out.append(_layer("attention", "attention", "Attention", width=width))
+        out.append(block(f"encoder{number}", "lstm", "sequences:Recurrent", **options))
+    lowest = {"in_features": width, "width": width, "carried": ("memory",)}
+    out.append(block("target", "embedding", "sequences:TargetEmbedding", **words))
+    out.append(block("decoder1", "lstm", "sequences:Recurrent", **lowest))
+    out.append(block("attention", "attention", "sequences:Attention", width=width))
     for number in range(2, model.depth + 1):
         options = {"width": width, "is_residual": number >= _FIRST_RESIDUAL, "is_last": number == model.depth}
-        out.append(_layer(f"decoder{number}", "lstm", "ContextDecoder", **options))
-    return (*out, _layer("head", "head", "WordHead", **words))
+        out.append(block(f"decoder{number}", "lstm", "sequences:ContextDecoder", **options))
+    return (*out, block("head", "head", "sequences:WordHead", **words))
 
 
-def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
-    return Layer(name, kind, f"{_BLOCKS}:{class_name}", tuple(options.items()))
-
-
-MODELS.register("gnmt", ModelFamily(layers, stride_px, takes="token_pairs"))
+MODELS.register("gnmt", ModelFamily(layers, takes="token_pairs"))

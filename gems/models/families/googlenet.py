@@ -7,13 +7,11 @@ another norm takes their place.
 
 from __future__ import annotations
 
-from gems.config.schema import DataConfig, ModelConfig
-from gems.models.families.backbone import Backbone, Part
-from gems.models.families.checks import check_classifier
-from gems.models.layer import MODELS, Layer, ModelFamily
-from gems.models.steps import LocalNorm, Step, conv, fork, max_pool
+from gems.config.schema import ModelConfig
+from gems.models.families.shared import Backbone, chain_family, pooled_head
+from gems.models.layer import MODELS
+from gems.models.steps import Fork, LocalNorm, Step, conv, max_pool
 
-_WIDTH = 64
 _HALVE = max_pool(3, 2, 1)
 # name: 1x1 | 1x1 before the 3x3, 3x3 | 1x1 before the 5x5, 5x5 | 1x1 behind the pooling
 _BLOCKS = {
@@ -30,47 +28,24 @@ _BLOCKS = {
 _BEFORE_HALVING = ("inception3b", "inception4e")
 
 
-def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return conv1, conv2, conv3, inception3a ... inception5b, head; poolings are part of the layer before.
-
-    Raises ConfigError for a norm, width or dropout that no such network has.
-    """
-    check_classifier(model)
-    backbone = _backbone(model)
-    head = (
-        ("in_channels", backbone.channels(model.width)),
-        ("num_classes", data.num_classes),
-        ("norm", model.norm),
-        ("activate", False),
-        ("dropout_rate", model.dropout),
-    )
-    return (
-        *backbone.layers(data.channels, model.width, model.norm),
-        Layer("head", "head", "gems.models.blocks.heads:Head", head),
-    )
-
-
-def stride_px(model: ModelConfig) -> int:
-    """Return 32."""
-    return _backbone(model).stride_px
-
-
-def _backbone(model: ModelConfig) -> Backbone:
+def backbone(model: ModelConfig) -> Backbone:
+    """Return conv1, conv2, conv3, inception3a ... inception5b; poolings are part of the layer before."""
     local: tuple[Step, ...] = (LocalNorm(5),) if model.norm == "none" else ()
-    parts = [
-        Part("conv1", "conv", (conv(64, 7, 2), _HALVE, *local)),
-        Part("conv2", "conv", (conv(64),)),
-        Part("conv3", "conv", (conv(192, 3), *local, _HALVE)),
-    ]
+    parts: dict[str, tuple[Step, ...]] = {
+        "conv1": (conv(64, 7, 2), _HALVE, *local),
+        "conv2": (conv(64),),
+        "conv3": (conv(192, 3), *local, _HALVE),
+    }
     for name, (one, three, five, pooled) in _BLOCKS.items():
-        block = fork(
-            (conv(one),),
-            (conv(three[0]), conv(three[1], 3)),
-            (conv(five[0]), conv(five[1], 5)),
-            (max_pool(3, 1, 1), conv(pooled)),
-        )
-        parts.append(Part(name, "inception", (block, _HALVE) if name in _BEFORE_HALVING else (block,)))
-    return Backbone(_WIDTH, tuple(parts))
+        two, last = (conv(three[0]), conv(three[1], 3)), (conv(five[0]), conv(five[1], 5))
+        block = Fork(((conv(one),), two, last, (max_pool(3, 1, 1), conv(pooled))))
+        parts[name] = (block, _HALVE) if name in _BEFORE_HALVING else (block,)
+    return Backbone(64, parts)
 
 
-MODELS.register("googlenet", ModelFamily(layers, stride_px))
+MODELS.register(
+    "googlenet",
+    chain_family(
+        backbone, lambda model, data, body: (pooled_head(model, data, body.channels(model.width)),), is_padded=True
+    ),
+)

@@ -10,56 +10,48 @@ boundaries beside the map, and the head adds its loss, with the weight of Szeged
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.families.backbone import Backbone, Part, carrying
-from gems.models.families.checks import check_classifier
-from gems.models.layer import MODELS, Layer, ModelFamily
-from gems.models.steps import Fork, Step, average_pool, conv, fork, max_pool, scaled_channels, side_after
+from gems.models.families.shared import Backbone, check_classifier, pooled_head
+from gems.models.layer import MODELS, Layer, ModelFamily, block
+from gems.models.steps import Fork, Pool, Step, conv, max_pool, scaled_channels, side_after
 
 _WIDTH = 32
 _AUXILIARY_CHANNELS = (128, 768)
 _AUXILIARY_WEIGHT = 0.3
-_AUXILIARY_WINDOW = (average_pool(5, 3, 0), conv(768, 5, is_padded=False))
-_HEADS = "gems.models.blocks.heads"
+_AUXILIARY_WINDOW = (Pool("average", 5, 3, 0), conv(768, 5, is_padded=False))
 _HALVE = max_pool(3, 2)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Return conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" behind mixed6e.
+    """Return conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" after mixed6e.
 
     Raises ConfigError for a norm, width or dropout that no such network has.
     """
     check_classifier(model, has_auxiliary=True)
     features = _BACKBONE.layers(data.channels, model.width, model.norm)
-    head = (
-        ("in_channels", _BACKBONE.channels(model.width)),
-        ("num_classes", data.num_classes),
-        ("norm", model.norm),
-        ("activate", False),
-        ("dropout_rate", model.dropout),
-    )
+    in_channels = _BACKBONE.channels(model.width)
     if not model.auxiliary:
-        return (*features, Layer("head", "head", f"{_HEADS}:Head", head))
+        return (*features, pooled_head(model, data, in_channels))
     inner, last = (scaled_channels(channels, model.width, _WIDTH) for channels in _AUXILIARY_CHANNELS)
-    auxiliary = (
-        ("in_channels", _UP_TO_AUXILIARY.channels(model.width)),
-        ("inner_channels", inner),
-        ("out_channels", last),
-        ("num_classes", data.num_classes),
-        ("norm", model.norm),
+    auxiliary = block(
+        "auxiliary",
+        "head",
+        "heads:Auxiliary",
+        in_channels=_UP_TO_AUXILIARY.channels(model.width),
+        inner_channels=inner,
+        out_channels=last,
+        num_classes=data.num_classes,
+        norm=model.norm,
     )
-    split = len(_UP_TO_AUXILIARY.parts)
+    split, carried = len(_UP_TO_AUXILIARY.parts), {"carried": ("auxiliary",)}
     return (
         *features[:split],
-        Layer("auxiliary", "head", f"{_HEADS}:Auxiliary", auxiliary),
-        *(carrying(layer, ("auxiliary",)) for layer in features[split:]),
-        Layer("head", "head", f"{_HEADS}:AuxiliaryHead", (*head, ("weight", _AUXILIARY_WEIGHT))),
+        auxiliary,
+        *(replace(layer, options=tuple((dict(layer.options) | carried).items())) for layer in features[split:]),
+        pooled_head(model, data, in_channels, "AuxiliaryHead", weight=_AUXILIARY_WEIGHT),
     )
-
-
-def stride_px(model: ModelConfig) -> int:
-    """Return 32."""
-    return _BACKBONE.stride_px
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
@@ -72,7 +64,7 @@ def normed_px(model: ModelConfig, side_px: int) -> int:
 
 
 def _with_pooling(*branches: tuple[Step, ...], pooled: int) -> Fork:
-    return fork(*branches, (average_pool(), conv(pooled)))
+    return Fork((*branches, (Pool("average", 3, 1, 1), conv(pooled))))
 
 
 def _mixed5(pooled: int) -> Fork:
@@ -89,47 +81,38 @@ def _mixed6(inner: int) -> Fork:
     )
 
 
-def _mixed7() -> Fork:
-    """Figure 7: the filter banks are expanded by branches that fork once more."""
-    expanded = fork((conv(384, (1, 3)),), (conv(384, (3, 1)),))
-    return _with_pooling((conv(320),), (conv(384), expanded), (conv(448), conv(384, 3), expanded), pooled=192)
-
-
-_MIXED6A = fork(
-    (conv(384, 3, 2, is_padded=False),), (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)), (_HALVE,)
+_MIXED6A = Fork(
+    ((conv(384, 3, 2, is_padded=False),), (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)), (_HALVE,))
 )
-_MIXED7A = fork(
-    (conv(192), conv(320, 3, 2, is_padded=False)),
-    (conv(192), conv(192, (1, 7)), conv(192, (7, 1)), conv(192, 3, 2, is_padded=False)),
-    (_HALVE,),
+_MIXED7A = Fork(
+    (
+        (conv(192), conv(320, 3, 2, is_padded=False)),
+        (conv(192), conv(192, (1, 7)), conv(192, (7, 1)), conv(192, 3, 2, is_padded=False)),
+        (_HALVE,),
+    )
 )
+# figure 7: the filter banks are expanded by branches that fork once more
+_EXPANDED = Fork(((conv(384, (1, 3)),), (conv(384, (3, 1)),)))
+_MIXED7 = _with_pooling((conv(320),), (conv(384), _EXPANDED), (conv(448), conv(384, 3), _EXPANDED), pooled=192)
 _UP_TO_AUXILIARY = Backbone(
     _WIDTH,
-    (
-        Part("conv1", "conv", (conv(32, 3, 2, is_padded=False),)),
-        Part("conv2", "conv", (conv(32, 3, is_padded=False),)),
-        Part("conv3", "conv", (conv(64, 3), _HALVE)),
-        Part("conv4", "conv", (conv(80),)),
-        Part("conv5", "conv", (conv(192, 3, is_padded=False), _HALVE)),
-        Part("mixed5b", "inception", (_mixed5(32),)),
-        Part("mixed5c", "inception", (_mixed5(64),)),
-        Part("mixed5d", "inception", (_mixed5(64),)),
-        Part("mixed6a", "inception", (_MIXED6A,)),
-        Part("mixed6b", "inception", (_mixed6(128),)),
-        Part("mixed6c", "inception", (_mixed6(160),)),
-        Part("mixed6d", "inception", (_mixed6(160),)),
-        Part("mixed6e", "inception", (_mixed6(192),)),
-    ),
+    {
+        "conv1": (conv(32, 3, 2, is_padded=False),),
+        "conv2": (conv(32, 3, is_padded=False),),
+        "conv3": (conv(64, 3), _HALVE),
+        "conv4": (conv(80),),
+        "conv5": (conv(192, 3, is_padded=False), _HALVE),
+        "mixed5b": (_mixed5(32),),
+        "mixed5c": (_mixed5(64),),
+        "mixed5d": (_mixed5(64),),
+        "mixed6a": (_MIXED6A,),
+        "mixed6b": (_mixed6(128),),
+        "mixed6c": (_mixed6(160),),
+        "mixed6d": (_mixed6(160),),
+        "mixed6e": (_mixed6(192),),
+    },
 )
-_BACKBONE = Backbone(
-    _WIDTH,
-    (
-        *_UP_TO_AUXILIARY.parts,
-        Part("mixed7a", "inception", (_MIXED7A,)),
-        Part("mixed7b", "inception", (_mixed7(),)),
-        Part("mixed7c", "inception", (_mixed7(),)),
-    ),
-)
+_LAST = {"mixed7a": (_MIXED7A,), "mixed7b": (_MIXED7,), "mixed7c": (_MIXED7,)}
+_BACKBONE = Backbone(_WIDTH, {**_UP_TO_AUXILIARY.parts, **_LAST})
 
-
-MODELS.register("inception_v3", ModelFamily(layers, stride_px, normed_px))
+MODELS.register("inception_v3", ModelFamily(layers, lambda model: _BACKBONE.stride_px, normed_px))

@@ -1,25 +1,39 @@
-"""CIFAR-style residual networks of any depth as named layers.
+"""Residual networks as named layers: those for CIFAR, of any depth, and those for ImageNet.
 
-Version 1 is He et al. 2015 (arXiv 1512.03385, section 4.2), version 2 the pre-activation form of He et al.
-2016 (arXiv 1603.05027): a 3x3 stem, three stages of n residual blocks whose feature maps halve at stages 2
-and 3, and a head of global average pooling and one linear map. A basic block has two 3x3 convolutions, so
+`resnet` has the CIFAR form. Version 1 is He et al. 2015 (arXiv 1512.03385, section 4.2), version 2 the pre-activation
+form of He et al. 2016 (arXiv 1603.05027): a 3x3 stem, three stages of n residual blocks whose feature maps halve at
+stages 2 and 3, and a head of global average pooling and one linear map. A basic block has two 3x3 convolutions, so
 depth = 6n + 2; a bottleneck block has 1x1, 3x3 and 1x1 to four times its width, so depth = 9n + 2.
+
+`resnet_imagenet` (arXiv 1512.03385, table 1) has a 7x7 convolution and a pooling, four stages whose maps halve at
+stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks, 50, 101 and 152 bottlenecks; shortcuts are
+projections where the shape changes (option B).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.errors import ConfigError, one_of
-from gems.models.families.checks import check_classifier
-from gems.models.layer import MODELS, Layer, ModelFamily
+from gems.errors import one_of
+from gems.models.families.shared import Backbone, check_choice, check_classifier, depth_error, pooled_head
+from gems.models.layer import MODELS, Layer, ModelFamily, block
+from gems.models.steps import conv, max_pool
 
-_BLOCKS = "gems.models.blocks"
 _NUM_STAGES = 3
 _CONVS = {"basic": 2, "bottleneck": 3}
-_EXPANSION = {"basic": 1, "bottleneck": 4}
+_EXPANSION = {"basic": 1, "bottleneck": 4}  # how many times wider a block's output is than its inside
 _PREFERENCE = {1: ("basic", "bottleneck"), 2: ("bottleneck", "basic")}
+
+_STEM = Backbone(64, {"stem": (conv(64, 7, 2), max_pool(3, 2, 1))})
+# depth: blocks a stage, and their kind
+_DEPTHS = {
+    18: ((2, 2, 2, 2), "basic"),
+    34: ((3, 4, 6, 3), "basic"),
+    50: ((3, 4, 6, 3), "bottleneck"),
+    101: ((3, 4, 23, 3), "bottleneck"),
+    152: ((3, 8, 36, 3), "bottleneck"),
+}
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -27,57 +41,29 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
     Raises ConfigError for a version, block, shortcut, norm, width or depth that no such network has.
     """
-    _check(model)
-    block = block_of(model)
-    shortcut = _shortcut_of(model, block)
-    num_blocks = (model.depth - 2) // (_NUM_STAGES * _CONVS[block])
-    preactivated = model.version == 2
-    out = [
-        _layer(
-            "stem",
-            "conv",
-            "chain:ConvUnit",
-            in_channels=data.channels,
-            out_channels=model.width,
-            kernel=3,
-            stride=1,
-            norm=model.norm,
-            activate=not preactivated,
-        )
-    ]
-    in_channels = model.width
-    for stage in range(_NUM_STAGES):
-        inner = model.width << stage
-        for index in range(num_blocks):
-            out.append(
-                _layer(
-                    f"stage{stage + 1}.block{index + 1}",
-                    "residual",
-                    f"residual:{'Pre' if preactivated else 'Post'}ActivationBlock",
-                    in_channels=in_channels,
-                    inner_channels=inner,
-                    out_channels=inner * _EXPANSION[block],
-                    stride=2 if stage and not index else 1,
-                    bottleneck=block == "bottleneck",
-                    shortcut=shortcut,
-                    norm=model.norm,
-                    num_blocks=_NUM_STAGES * num_blocks,
-                )
-            )
-            in_channels = inner * _EXPANSION[block]
-    head = {
-        "in_channels": in_channels,
-        "num_classes": data.num_classes,
-        "norm": model.norm,
-        "activate": preactivated,
-        "dropout_rate": model.dropout,
-    }
-    return (*out, _layer("head", "head", "heads:Head", **head))
+    _check(model, tuple(_PREFERENCE), tuple(_CONVS))
+    kind = block_of(model)
+    num_blocks = (model.depth - 2) // (_NUM_STAGES * _CONVS[kind])
+    is_plain = model.version == 1 and kind == "basic"
+    stem = {"in_channels": data.channels, "out_channels": model.width, "kernel": 3, "stride": 1, "norm": model.norm}
+    return (
+        block("stem", "conv", "chain:ConvUnit", **stem, activate=model.version == 1),
+        *_stages(model, data, kind, [num_blocks] * _NUM_STAGES, "identity" if is_plain else "projection"),
+    )
 
 
-def stride_px(model: ModelConfig) -> int:
-    """Return 4: stages 2 and 3 each halve the feature map, whatever the depth."""
-    return 1 << (_NUM_STAGES - 1)
+def imagenet_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Return stem, stage1.block1, ..., head for `data`'s channels and classes.
+
+    Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such network has.
+    """
+    check_classifier(model)
+    if model.depth not in _DEPTHS:
+        raise depth_error(model.depth, one_of(map(str, _DEPTHS)), _DEPTHS)
+    blocks, kind = _DEPTHS[model.depth]
+    _check(model, (1,), (kind,))
+    stem = _STEM.layers(data.channels, model.width, model.norm)
+    return (*stem, *_stages(model, data, kind, blocks, "projection"))
 
 
 def block_of(model: ModelConfig) -> str:
@@ -86,46 +72,50 @@ def block_of(model: ModelConfig) -> str:
     Raises ConfigError, with the nearest depths, when the depth fits no wanted block.
     """
     wanted = _PREFERENCE[model.version] if model.block == "auto" else (model.block,)
-    for block in wanted:
-        period = _NUM_STAGES * _CONVS[block]
-        if model.depth >= period + 2 and (model.depth - 2) % period == 0:
-            return block
-    formulas = " or ".join(f"{_NUM_STAGES * _CONVS[block]}n+2 ({block})" for block in wanted)
-    depths = ", ".join(str(depth) for depth in _nearest_depths(model.depth, wanted))
-    raise ConfigError(
-        "model.depth", model.depth, f"a ResNet v{model.version} has depth {formulas}, n >= 1", f"nearest: {depths}"
-    )
-
-
-def _nearest_depths(depth: int, blocks: tuple[str, ...]) -> list[int]:
     valid: set[int] = set()
-    for block in blocks:
-        period = _NUM_STAGES * _CONVS[block]
-        below = max(1, (depth - 2) // period)
-        valid |= {period * below + 2, period * (below + 1) + 2}
-    return sorted(sorted(valid, key=lambda candidate: (abs(candidate - depth), candidate))[:3])
+    for kind in wanted:
+        period = _NUM_STAGES * _CONVS[kind]
+        num_blocks, left = divmod(model.depth - 2, period)
+        if num_blocks > 0 and not left:
+            return kind
+        valid |= {period * max(1, num_blocks) + 2, period * (max(1, num_blocks) + 1) + 2}
+    formulas = " or ".join(f"{_NUM_STAGES * _CONVS[kind]}n+2 ({kind})" for kind in wanted)
+    raise depth_error(model.depth, f"a ResNet v{model.version} has depth {formulas}, n >= 1", valid, 3)
 
 
-def _shortcut_of(model: ModelConfig, block: str) -> str:
-    if model.shortcut != "auto":
-        return model.shortcut
-    return "identity" if model.version == 1 and block == "basic" else "projection"
+def _stages(model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[int], shortcut: str) -> tuple[Layer, ...]:
+    """Return the blocks of all stages, with `shortcut` unless the model names one, and the head."""
+    is_preactivated = model.version == 2
+    out = []
+    in_channels = model.width
+    for stage, num_blocks in enumerate(blocks):
+        inner = model.width << stage
+        for index in range(num_blocks):
+            residual = block(
+                f"stage{stage + 1}.block{index + 1}",
+                "residual",
+                f"residual:{'Pre' if is_preactivated else 'Post'}ActivationBlock",
+                in_channels=in_channels,
+                inner_channels=inner,
+                out_channels=inner * _EXPANSION[kind],
+                stride=2 if stage and not index else 1,
+                bottleneck=kind == "bottleneck",
+                shortcut=shortcut if model.shortcut == "auto" else model.shortcut,
+                norm=model.norm,
+                num_blocks=sum(blocks),
+            )
+            out.append(residual)
+            in_channels = inner * _EXPANSION[kind]
+    return (*out, pooled_head(model, data, in_channels, activate=is_preactivated))
 
 
-def _check(model: ModelConfig) -> None:
-    if model.version not in _PREFERENCE:
-        raise ConfigError("model.version", model.version, one_of(str(version) for version in _PREFERENCE))
-    for key, value, valid in (
-        ("model.block", model.block, ("auto", "basic", "bottleneck")),
-        ("model.shortcut", model.shortcut, ("auto", "identity", "projection")),
-    ):
-        if value not in valid:
-            raise ConfigError(key, value, one_of(valid))
+def _check(model: ModelConfig, versions: Sequence[int], kinds: Sequence[str]) -> None:
+    check_choice("version", model.version, versions)
+    check_choice("block", model.block, ("auto", *kinds))
+    check_choice("shortcut", model.shortcut, ("auto", "identity", "projection"))
     check_classifier(model)
 
 
-def _layer(name: str, kind: str, target: str, **options: Any) -> Layer:
-    return Layer(name, kind, f"{_BLOCKS}.{target}", tuple(options.items()))
-
-
-MODELS.register("resnet", ModelFamily(layers, stride_px, title="{name}{depth}-v{version}"))
+# stages 2 and 3, or 2 to 4, each halve the map, and the stem for ImageNet shrinks the image 4 times
+MODELS.register("resnet", ModelFamily(layers, lambda model: 4, title="{name}{depth}-v{version}"))
+MODELS.register("resnet_imagenet", ModelFamily(imagenet_layers, lambda model: 32, title="{name}{depth}"))

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.checks import check_classifier
-from gems.models.layer import MODELS, Layer, ModelFamily
+from gems.models.families.shared import check_classifier
+from gems.models.layer import MODELS, Layer, ModelFamily, block
 from gems.models.steps import chain_layer, conv
 
-_SKIPS = "gems.models.blocks.skips"
 _MIN_LEVELS = 2
 _MAX_LEVELS = 12
 
@@ -36,18 +35,17 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     for level in range(model.depth - 1):
         out += _double(f"down{level + 1}", last, channels[level], model.norm, skips)
         skips = (*skips, f"skip{level + 1}")
-        out.append(_layer(f"down{level + 1}.pool", "pool", "Descend", names=skips))
+        out.append(block(f"down{level + 1}.pool", "pool", "skips:Descend", names=skips))
         last = channels[level]
     out += _double("bottom", last, channels[-1], model.norm, skips)
     for level in reversed(range(model.depth - 1)):
         skips = skips[:-1]
         wide = channels[level]
-        out.append(
-            _layer(f"up{level + 1}.widen", "conv", "Ascend", in_channels=2 * wide, out_channels=wide, names=skips)
-        )
+        widen = {"in_channels": 2 * wide, "out_channels": wide, "names": skips}
+        out.append(block(f"up{level + 1}.widen", "conv", "skips:Ascend", **widen))
         out += _double(f"up{level + 1}", 2 * wide, wide, model.norm, skips)
-    head = {"in_channels": model.width, "num_classes": data.num_classes}
-    return (*out, _layer("head", "head", "PixelHead", **head))
+    head = block("head", "head", "skips:PixelHead", in_channels=model.width, num_classes=data.num_classes)
+    return (*out, head)
 
 
 def stride_px(model: ModelConfig) -> int:
@@ -58,9 +56,8 @@ def stride_px(model: ModelConfig) -> int:
 
 def _check_levels(model: ModelConfig) -> None:
     if not _MIN_LEVELS <= model.depth <= _MAX_LEVELS:
-        raise ConfigError(
-            "model.depth", model.depth, f"a U-Net has {_MIN_LEVELS} to {_MAX_LEVELS} levels", "published: 5"
-        )
+        text = f"a U-Net has {_MIN_LEVELS} to {_MAX_LEVELS} levels"
+        raise ConfigError("model.depth", model.depth, text, "published: 5")
 
 
 def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]) -> tuple[Layer, Layer]:
@@ -69,10 +66,6 @@ def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tu
         chain_layer(f"{name}.conv1", "conv", in_channels, step, norm, skips),
         chain_layer(f"{name}.conv2", "conv", out_channels, step, norm, skips),
     )
-
-
-def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
-    return Layer(name, kind, f"{_SKIPS}:{class_name}", tuple(options.items()))
 
 
 MODELS.register("unet", ModelFamily(layers, stride_px, title="{name}{depth}"))

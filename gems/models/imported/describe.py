@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -46,7 +45,7 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
         raise ConfigError("model.path", model.path, "is not a folder")
     given = None if model.path is None else str(Path(model.path).absolute())
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = (str(Path(folder).absolute()) for folder in folders if _is_in(words[0], folder))
+    found = (str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None)
     return ModelConfig(name=words[-1], target=target, kwargs=dict(model.kwargs), path=given or next(found, None))
 
 
@@ -57,46 +56,39 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         ConfigError: a network that cannot be found, constructed, run on such images or cut into layers, with the line
             of the user's code.
     """
-    text, source = _text(model, data), source_of(str(model.target), model.path)
-    named = _description(text, source, data.num_classes)["layers"]
+    text, source, described = _described(model, data)
     return tuple(
-        Layer(
-            name, kind, f"{_TORCH_PART}:part", (("text", text), ("index", index), ("source", source)), is_part=True
-        )
-        for index, (name, kind) in enumerate(named)
-    )  # fmt: skip
+        Layer(name, kind, f"{_TORCH_PART}:part", (("text", text), ("index", index), ("source", source)), is_part=True)
+        for index, (name, kind) in enumerate(described["layers"])
+    )
 
 
 def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | None) -> None:
-    """Check that a user's network runs on micro-batches of this size.
-
-    Raises:
-        ConfigError: as `layers`, or a batch norm in it would see a single value a channel.
-    """
-    source = source_of(str(model.target), model.path)
-    least = _description(_text(model, data), source, data.num_classes)["min_batch"]
+    """Raise ConfigError as `layers`, or if a batch norm in a user's network would see a single value a channel."""
+    least = _described(model, data)[2]["min_batch"]
     if micro_batch_size is not None and micro_batch_size < least:
-        raise ConfigError(
-            "parallel.micro_batch_size", micro_batch_size,
-            f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at a time",
-            f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a single value",
-        )  # fmt: skip
+        text = f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at a time"
+        advice = f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a single value"
+        raise ConfigError("parallel.micro_batch_size", micro_batch_size, text, advice)
 
 
-def _text(model: ModelConfig, data: DataConfig) -> str:
+def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
+    """Return what a process is told of the network, the hash of its code, and what it answers."""
     image = (data.channels, data.height_px, data.width_px)
     request = {"target": model.target, "kwargs": model.kwargs, "path": model.path, "image": image}
     try:
-        return json.dumps(request, sort_keys=True)
+        text = json.dumps(request, sort_keys=True)
     except TypeError as error:
         raise ConfigError("model.kwargs", model.kwargs, f"must be plain values ({error})") from error
+    source = source_of(str(model.target), model.path)
+    return text, source, _description(text, source, data.num_classes)
 
 
 @lru_cache(maxsize=64)
 def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
     """Return names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
-        described: dict[str, Any] = importlib.import_module("gems.models.imported.parts").describe(text, num_classes)
+        described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(text, num_classes)
         return described
     if source is None:
         return _ask(text, num_classes)
@@ -112,15 +104,12 @@ def _ask(text: str, num_classes: int) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
     )  # fmt: skip
-    lines = ended.stdout.splitlines()
     try:
-        answer: dict[str, Any] = json.loads(lines[-1])
+        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        said = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
-        target = json.loads(text)["target"]
-        raise ConfigError(
-            "model.target", target, f"the process that reads it ended with code {ended.returncode} ({said})"
-        ) from None
+        last = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
+        why = f"the process that reads it ended with code {ended.returncode} ({last})"
+        raise ConfigError("model.target", json.loads(text)["target"], why) from None
     if "refused" in answer:
         raise ConfigError(*answer["refused"])
     return answer
@@ -132,25 +121,18 @@ def source_of(target: str, path: str | None) -> str | None:
 
     It is that of all files in the outermost package of the target, or beside a module that is in none.
     """
-    name = target.replace(":", ".").partition(".")[0]
-    spec = _find(name, [path] if path else None)
+    spec = _find(target.replace(":", ".").partition(".")[0], [path] if path else None)
     if spec is None or (spec.origin is None and not spec.submodule_search_locations):
         return None
+    if spec.submodule_search_locations:
+        files = [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
+    else:
+        files = list(Path(str(spec.origin)).parent.glob("*.py"))
     digest = hashlib.sha256()
-    for file in sorted(file for file in _files_of(spec) if file.is_file()):
+    for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file}:".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _files_of(spec: ModuleSpec) -> Iterable[Path]:
-    if spec.submodule_search_locations:
-        return (file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py"))
-    return Path(str(spec.origin)).parent.glob("*.py")
-
-
-def _is_in(name: str, folder: str) -> bool:
-    return _find(name, [folder]) is not None
 
 
 def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:

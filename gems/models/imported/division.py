@@ -1,17 +1,235 @@
-"""A traced network divided into layers: which steps each runs, and the tensors that cross from one to the next."""
+"""A user's network traced into a graph of its blocks, and divided into layers with the tensors that cross between them.
+
+The graph comes from symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only what is between
+blocks is traced; a block is called as it is, so anything may happen inside of it.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
-from gems.models.imported.tracing import Traced, block_of
+from gems.errors import ConfigError
+from gems.models.imported.user_code import place_of_forward, refusal
+
+TRACED_BATCH = 2
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_PLAIN = "a size or a value as a plain number (of a size only a block's own forward makes one)"
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph, the value that each of its nodes gave, which earlier nodes' values it changed in place, and the last."""
+
+    graph: fx.Graph
+    values: dict[fx.Node, Any]
+    writes: dict[fx.Node, tuple[fx.Node, ...]]
+    output: fx.Node
+
+
+def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
+    """Trace a network on the meta device for images (channels, height, width), in the mode that it is in.
+
+    A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps of the graph.
+
+    Raises:
+        ConfigError: a step that cannot be traced or does not run, with its line, or an output that is not one tensor.
+    """
+    tracer = _Tracer(image)
+    try:
+        graph = tracer.trace(root)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and _Value.__name__ in str(error):
+            error = TraceError(_PLAIN).with_traceback(error.__traceback__)
+        if isinstance(error, TraceError | NameError | NotImplementedError):
+            raise refusal(target, "cannot be cut into layers", error, why=str(error)) from error
+        what = f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
+        raise refusal(target, what, error) from error
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    value = tracer.values[output] if isinstance(output, fx.Node) else output
+    if not isinstance(output, fx.Node) or not isinstance(value, Tensor):
+        raise ConfigError(
+            "model.target", target,
+            f"its forward at {place_of_forward(root)} must give one tensor of logits, and gives {type(value).__name__}",
+        )  # fmt: skip
+    return Traced(graph, tracer.values, tracer.writes, output)
+
+
+def is_open(root: nn.Module, path: str) -> bool:
+    """Return whether a module's parts are layers by themselves; a module that is not open is a block.
+
+    Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other module that is such a
+    container of modules with modules of their own, or holds one directly (a list of lists of blocks, a backbone).
+    """
+    if not path:
+        return True
+    module = root.get_submodule(path)
+    if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
+        return False
+    if isinstance(module, _CONTAINERS):
+        is_plain = type(module).forward in (nn.Sequential.forward, nn.Module.forward)
+        return (is_plain and "." not in path) or _holds_blocks(module)
+    return any(isinstance(child, _CONTAINERS) and _holds_blocks(child) for child in module.children())
+
+
+def block_of(root: nn.Module, path: str) -> str:
+    """Return the path of the block that the module at `path` is, or is part of, or nothing where it is open."""
+    words = path.split(".")
+    blocks = (".".join(words[: end + 1]) for end in range(len(words)))
+    return next((block for block in blocks if not is_open(root, block)), "")
+
+
+def _holds_blocks(container: nn.Module) -> bool:
+    return any(next(child.children(), None) is not None for child in container.children())
+
+
+_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+
+
+class _Value(fx.Proxy):
+    """A traced value: it knows its length where it is a tuple or list, and what changes it in place stays in place.
+
+    A plain proxy makes a new tensor of `x += y`, which another name of x would not see.
+    """
+
+    def __len__(self) -> int:
+        value = self.tracer.values[self.node]  # type: ignore[attr-defined]
+        if isinstance(value, Tensor):
+            raise TraceError("the length of a tensor as a plain number")
+        return len(value)
+
+    def __int__(self) -> Any:
+        raise TraceError(_PLAIN)
+
+    __float__ = __int__
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
+    function = getattr(operator, f"i{name}")
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in _IN_PLACE:
+    setattr(_Value, f"__i{_name}__", _in_place(_name))
+
+
+class _Tracer(fx.Tracer):
+    """Runs each step on the meta device as it is recorded, so that shapes can decide, and records what it changed."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, image: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.values: dict[fx.Node, Any] = {}
+        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._image = image
+        self._versions: dict[fx.Node, int] = {}
+        self._is_running = False
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not is_open(self.root, module_qualified_name)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        return root_fn, [self.root, self.create_proxy("placeholder", "image", (), {})]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
+    ) -> fx.Proxy:
+        made = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        self._evaluate(made.node)
+        return made
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        if kind == "get_attr":  # parameters among arguments are made into nodes without a proxy
+            self._evaluate(node)
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and not any(a is known for known in (*self.root.parameters(), *self.root.buffers())):
+            raise TraceError("a tensor that is no parameter, no registered buffer and not made of the image")
+        return super().create_arg(a)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._is_running else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        return attr_val if self._is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        value = self.values[obj.node]
+        if isinstance(value, Tensor):
+            raise TraceError("a choice by the values of a tensor (shapes and settings may choose)")
+        return bool(value)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        value = self.values[obj.node]
+        if not isinstance(value, tuple | list):
+            return super().iter(obj)
+        return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
+
+    def _evaluate(self, node: fx.Node) -> None:
+        if node in self.values:
+            return
+        before, self._is_running = self._is_running, True
+        try:
+            with torch.no_grad(), torch.device("meta"):
+                self.values[node] = self._run(node)
+        finally:
+            self._is_running = before
+        # which values have changed; views of one storage count their changes together
+        if any(self._versions.get(other) != _version(self.values[other]) for other in node.all_input_nodes):
+            now = {other: _version(self.values[other]) for other in self._versions}
+            self.writes[node] = tuple(other for other in now if now[other] != self._versions[other])
+            self._versions = now
+        self._versions[node] = _version(self.values[node])
+
+    def _run(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if node.op == "placeholder":
+            return torch.empty((TRACED_BATCH, *self._image))
+        if node.op == "get_attr":
+            return operator.attrgetter(target)(self.root)
+        if node.op == "call_module":
+            return self.root.get_submodule(target)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+
+def _version(value: Any) -> int:
+    """Return how often the tensors in a value were changed in place."""
+    if isinstance(value, Tensor):
+        return value._version
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_version, value)) if isinstance(value, tuple | list) else 0
+
 
 Path = tuple[int, ...]
 
@@ -34,7 +252,7 @@ class Slice:
 def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
     """Divide a traced network into layers at its blocks, in the order in which they run.
 
-    A new layer begins where the block changes (`tracing.block_of`). Steps between blocks, and modules without
+    A new layer begins where the block changes (`block_of`). Steps between blocks, and modules without
     parameters and buffers, belong to the block before; in a Sequential every child is a layer. Neighbours become one
     layer when they share a parameter or a buffer, when something other than tensors and sizes would cross between
     them, or when one changes in place what another holds by two names.
@@ -46,8 +264,7 @@ def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
     layer_of, names = _begin(root, nodes, traced.values)
     layer_of[end] = len(names) - 1
     empty = ((n, n + 1) for n in range(len(names) - 1) if not _crossing(nodes, layer_of, n))
-    spans = [*_shared(root, nodes, layer_of), *_uncarried(traced, nodes, layer_of), *_aliased(traced, nodes, layer_of)]
-    merged = _merge(len(names), [*spans, *empty])
+    merged = _merge(len(names), [*_inseparable(root, traced, nodes, layer_of), *empty])
     layer_of = {node: merged[layer] for node, layer in layer_of.items()}
     groups = [list(group) for _, group in groupby(range(len(names)), key=merged.__getitem__)]
     titles = _titles([(names[group[0]], names[group[-1]]) for group in groups])
@@ -71,7 +288,7 @@ def _begin(
     is_chain = type(root).forward is nn.Sequential.forward
     for node in nodes:
         block = block_of(root, str(node.target)) if node.op == "call_module" else ""
-        if block and not is_chain and not _has_state(root.get_submodule(block)):
+        if block and not is_chain and not _state(root.get_submodule(block)):
             block = ""
         if block and not names[-1]:
             names[-1] = block
@@ -84,57 +301,41 @@ def _begin(
     return layer_of, names
 
 
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+def _state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
-def _shared(root: nn.Module, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
+def _inseparable(
+    root: nn.Module, traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the spans of layers that must be one.
+
+    They share a parameter or a buffer, whose gradients and statistics are one. A value would cross between them that no
+    tensors carry. Or one changes what came to it by two names, or changes the network's state; what came by one name
+    only is copied first (`_graph_of`).
+    """
     users: dict[int, list[int]] = {}
     for node in nodes:
-        for tensor in _state_of(root, node):
-            users.setdefault(id(tensor), []).append(layer_of[node])
+        here, target = layer_of[node], str(node.target)
+        state = _state(root.get_submodule(target)) if node.op == "call_module" else []
+        for tensor in [traced.values[node]] if node.op == "get_attr" else state:
+            users.setdefault(id(tensor), []).append(here)
+        leaves = [leaf for _, leaf in _leaves(traced.values[node])]
+        if not leaves or not all(isinstance(leaf, Tensor) or _is_size(leaf) for leaf in leaves):
+            yield here, _last_use(node, layer_of)
+        # values of layers before that this step changes in place and that its layer, or a later one, uses
+        changed = [
+            other
+            for other in traced.writes.get(node, ())
+            if layer_of[other] < here and _last_use(other, layer_of) >= here
+        ]
+        if len(changed) > 1 or any(other.op == "get_attr" for other in changed):
+            yield min(layer_of[other] for other in changed), here
     yield from ((min(layers), max(layers)) for layers in users.values())
-
-
-def _state_of(root: nn.Module, node: fx.Node) -> list[Tensor]:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return [*module.parameters(), *module.buffers()]
-    if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        return [getattr(root.get_submodule(owner), name)]
-    return []
 
 
 def _last_use(node: fx.Node, layer_of: dict[fx.Node, int]) -> int:
     return max((layer_of[user] for user in node.users), default=layer_of[node])
-
-
-def _uncarried(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers between which a value would cross that no tensors carry."""
-    for node in nodes:
-        if _last_use(node, layer_of) > layer_of[node] and not _is_carried(traced.values[node]):
-            yield layer_of[node], _last_use(node, layer_of)
-
-
-def _aliased(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers of which one changes what came to it by two names, or changes the network's state.
-
-    What came by one name only is copied first (`_graph_of`).
-    """
-    for node in nodes:
-        changed = _changed(traced, node, layer_of)
-        if len(changed) > 1 or any(other.op == "get_attr" for other in changed):
-            yield min(layer_of[other] for other in changed), layer_of[node]
-
-
-def _changed(traced: Traced, node: fx.Node, layer_of: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the values of layers before that a step changes in place and that its layer, or one behind, uses."""
-    here = layer_of[node]
-    return [
-        other for other in traced.writes.get(node, ()) if layer_of[other] < here and _last_use(other, layer_of) >= here
-    ]
 
 
 def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
@@ -177,11 +378,6 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_carried(value: Any) -> bool:
-    leaves = list(_leaves(value))
-    return bool(leaves) and all(isinstance(leaf, Tensor) or _is_size(leaf) for _, leaf in leaves)
-
-
 def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
     """Return the names of the tensors that carry a value, with the place of each in it; None carries the sizes."""
     leaves = list(_leaves(value))
@@ -193,12 +389,8 @@ def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
 
 def _take(graph: fx.Graph, whole: Any, path: Path) -> Any:
     for index in path:
-        whole = whole[index] if isinstance(whole, tuple) else graph.call_function(_item, (whole, index))
+        whole = whole[index] if isinstance(whole, tuple) else graph.call_function(operator.getitem, (whole, index))
     return whole
-
-
-def _item(whole: Any, index: int) -> Any:
-    return whole[index]
 
 
 def _carrier(like: Tensor, *sizes: int) -> Tensor:
@@ -246,6 +438,6 @@ def _rebuild(graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, 
         if isinstance(part, Tensor):
             return graph.call_function(torch.clone, (slots[path],)) if is_changed else slots[path]
         shape = graph.call_function(getattr, (slots[None], "shape"))
-        return graph.call_function(_item, (shape, next(places)))
+        return graph.call_function(operator.getitem, (shape, next(places)))
 
     return build(value, ())

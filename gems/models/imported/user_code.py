@@ -35,8 +35,6 @@ def load(target: str, path: str | None) -> Callable[..., Any]:
         ConfigError: no such module, none of that name in it, or a module whose import fails.
     """
     module_name, _, name = target.partition(":") if ":" in target else target.rpartition(".")
-    if not module_name or not name:
-        raise ConfigError(_KEY, target, "must be package.module.Class or package.module:Class")
     if path is not None and path not in sys.path:
         sys.path.insert(0, path)
     importlib.invalidate_caches()
@@ -88,12 +86,9 @@ def construct(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Mo
 
 
 def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Module:
-    """Construct the network without memory for its weights.
+    """Construct the network, as `construct`, without memory for its weights.
 
     One whose constructor reads its own values goes through the host's memory.
-
-    Raises:
-        ConfigError: as `construct`.
     """
     with other_generators(0):
         try:
@@ -117,17 +112,17 @@ def other_generators(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def refusal(target: str, what: str, error: BaseException, advice: str = "", why: str | None = None) -> ConfigError:
+def refusal(target: str, what: str, error: BaseException, why: str | None = None) -> ConfigError:
     """Return the error that says what cannot be done with the user's network, why, and at which line of their code."""
     if why is None:
         said = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-    place = place_of(error)
+    place = _place(error)
     at = f" at {place}" if place else ""
-    return ConfigError(_KEY, target, f"{what}{at}: {why}", advice)
+    return ConfigError(_KEY, target, f"{what}{at}: {why}")
 
 
-def place_of(error: BaseException) -> str:
+def _place(error: BaseException) -> str:
     """Return "file:line `source`" of the innermost line outside of torch and this toolkit, or nothing."""
     if isinstance(error, SyntaxError):
         return f"{_short(error.filename or '')}:{error.lineno} `{(error.text or '').strip()}`"
@@ -141,15 +136,12 @@ def place_of(error: BaseException) -> str:
 
 def place_of_forward(module: nn.Module) -> str:
     """Return "file:line" of a module's forward, or the class's name where it has no source."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return type(module).__name__
-    return f"{_short(code.co_filename)}:{code.co_firstlineno}"
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(module).__name__
 
 
 def _short(name: str) -> str:
-    """Return a file's name as seen from the current folder, where it lies below."""
+    """Return a file's name as seen from the current folder, if it is below."""
     relative = os.path.relpath(name)
     return name if relative.startswith("..") else relative
 
@@ -162,12 +154,7 @@ def _check_kwargs(make: Callable[..., Any], target: str, kwargs: Mapping[str, An
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        raise ConfigError(
-            "model.kwargs", dict(kwargs), f"{target} does not take them ({error})",
-            f"it takes {_listed(signature)}",
-        ) from error  # fmt: skip
-
-
-def _listed(signature: inspect.Signature) -> str:
-    words = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
-    return f"({', '.join(words)})"
+        empty = inspect.Parameter.empty
+        words = ", ".join(str(parameter.replace(annotation=empty)) for parameter in signature.parameters.values())
+        text = f"{target} does not take them ({error})"
+        raise ConfigError("model.kwargs", dict(kwargs), text, f"it takes ({words})") from error

@@ -10,50 +10,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gems.models import Layer
-from gems.profile.model_profile import LayerProfile
-from gems.profile.profilers.layer_run import Loss, training_loss
-from gems.profile.profilers.meter import BackwardMeter, LayerMeter
-from gems.profile.profilers.tensor_slots import Gradient
-from gems.profile.saved_storages import Saved, counted, product_bytes_of, stash_of
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
+from gems.models import Layer, layers_of, title_of
+from gems.models.build import input_spec
+from gems.profile.model_profile import LayerProfile, ModelProfile, Saved, counted, product_bytes_of, stash_of
+from gems.profile.profilers.layer_run import Gradient, Gradients, LayerCall, Layout, Loss, Times, training_loss
+from gems.profile.profilers.live_bytes import Workspace
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
+from gems.profile.store import subject, versions
 
-Gradients = tuple[Gradient | None, ...]
 _DATA = -1  # the maker of the model's inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of one layer on one micro-batch."""
+class Lab:
+    """How layers are measured: `build` makes the module of a layer with its index, `mode` is on while it runs."""
 
-    forward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
-    recompute_s: float = 0.0
-    cheap_s: float = 0.0
+    build: Callable[[Layer, int], nn.Module]
+    device: torch.device
+    workspace: Workspace | None = None
+    times: Callable[[LayerCall], Times] = lambda _: Times()
+    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One layer to be measured; its module and inputs are made when they are needed."""
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], list[Tensor]]
-    is_first: bool
-    loss: Loss | None
-
-
-@dataclass(frozen=True, slots=True)
-class Instruments:
-    """Functions that measure a layer: bytes and times, and the bytes of its backward for given gradients."""
-
-    forward: Callable[[Probe], tuple[LayerMeter, Times]]
-    backward: Callable[[Probe, Gradients], BackwardMeter]
+    def call(self, layer: Layer, index: int, slots: Sequence[_Slot], loss: Loss | None) -> LayerCall:
+        """Build a layer and inputs for it."""
+        module = self.build(layer, index)
+        with self.mode:
+            return LayerCall(module, _tensors(slots, self.device), index == 0, loss)
 
 
 @dataclass(slots=True)
@@ -65,21 +56,12 @@ class _Storage:
     is_product: bool = False
     weight_readers: list[int] = field(default_factory=list)
 
-    def seen_from_its_maker(self) -> Saved:
-        savers, readers = (
-            tuple(layer - self.maker for layer in layers) for layers in (self.savers, self.weight_readers)
-        )
-        return Saved(self.num_bytes, savers, self.last_use - self.maker, 1, self.is_product, readers)
-
 
 @dataclass(slots=True)
 class _Slot:
     """A tensor at a boundary; slots with the same `name` are the same tensor."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    layout: Layout
     storage: _Storage
     name: object = field(default_factory=object)
 
@@ -88,187 +70,182 @@ class _Slot:
 class _Kind:
     """Equal layers on equal inputs."""
 
-    probe: Probe
+    lab: Lab
+    call: Callable[[], LayerCall]
     meter: LayerMeter
     times: Times
     backwards: dict[Gradients, BackwardMeter] = field(default_factory=dict)
 
-    def backward(self, gradients: Gradients, measure: Callable[[Probe, Gradients], BackwardMeter]) -> BackwardMeter:
+    def backward(self, gradients: Gradients) -> BackwardMeter:
         if gradients not in self.backwards:
-            self.backwards[gradients] = measure(self.probe, gradients)
+            call = self.call()
+            with self.lab.mode:
+                self.backwards[gradients] = meter_backward(call, gradients, self.lab.workspace)
         return self.backwards[gradients]
-
-    def given_gradients(self) -> Gradients:
-        """Those of a stage that ends here: each a tensor of its own, which the stage holds."""
-        return tuple(
-            Gradient.like(output, number, True) if output.grad_bytes else None
-            for number, output in enumerate(self.meter.outputs)
-        )
-
-
-def profile_chain(
-    layers: Sequence[Layer],
-    given: Sequence[Tensor],
-    build: Callable[[Layer, int], nn.Module],
-    measure: Instruments,
-    device: torch.device,
-    has_loss: bool = True,
-) -> tuple[LayerProfile, ...]:
-    """Return the profile of each layer of a model.
-
-    Args:
-        layers: the model, first to last.
-        given: its inputs, none sharing memory; only their shapes, strides and dtypes are used.
-        build: makes the module of a layer with its index.
-        measure: measures one layer alone.
-        device: where inputs are made.
-        has_loss: the last layer's one output goes into the loss of training, as on the last stage of a run.
-    """
-    slots = [_slot_of(tensor) for tensor in given]
-    known: dict[object, _Kind] = {}
-    kinds: list[_Kind] = []
-    joined = _Joined()
-    for index, layer in enumerate(layers):
-        loss = training_loss if has_loss and index == len(layers) - 1 else None
-        key = (layer.target, layer.options, index == 0, loss is not None, _pattern(slots))
-        if key not in known:
-            probe = Probe(partial(build, layer, index), partial(_tensors, slots, device), index == 0, loss)
-            try:
-                known[key] = _Kind(probe, *measure.forward(probe))
-            except Exception as error:
-                error.add_note(f"layer {layer.name} took {', '.join(str(slot.shape) for slot in slots)}")
-                raise
-        kinds.append(known[key])
-        slots = joined.add(index, slots, known[key].meter)
-    backwards = _backwards(kinds, measure.backward)
-    return tuple(
-        _layer_profile(layer, kind, joined, index, backwards[index])
-        for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
-    )
-
-
-class _Joined:
-    """What layers share: who saves what another one made, and what is given but not yet saved."""
-
-    def __init__(self) -> None:
-        self.handed_on: dict[int, list[_Storage]] = defaultdict(list)
-        self.unsaved: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-
-    def add(self, index: int, slots: Sequence[_Slot], meter: LayerMeter) -> list[_Slot]:
-        """Put a layer after those before, and return what it passes on."""
-        for storage in _unique(slot.storage for slot in slots):
-            storage.last_use = index
-            if not storage.savers and storage.maker != _DATA:
-                self.unsaved[index][index - storage.maker] += storage.num_bytes
-        for storage in _unique(slots[number].storage for number in meter.saved_inputs):
-            storage.savers.append(index)
-        for storage in _unique(slots[number].storage for number in meter.held_inputs):
-            storage.weight_readers.append(index)
-        made: dict[int, _Storage] = {}
-        names: dict[int, object] = {}
-        handed = []
-        for output in meter.outputs:
-            if output.made is None:
-                assert output.given is not None
-                storage = slots[output.given].storage
-            else:
-                if output.made not in made:
-                    savers = [index] if output.is_saved else []
-                    made[output.made] = _Storage(output.storage_bytes, index, savers, index, output.is_product)
-                    self.handed_on[index].append(made[output.made])
-                storage = made[output.made]
-            slot = _Slot(output.shape, output.strides, output.offset, output.dtype, storage)
-            if output.same_as is not None:
-                slot.name = slots[output.same_as].name
-            else:
-                slot.name = names.setdefault(output.number, slot.name)
-            handed.append(slot)
-        return handed
-
-    def storages(self, index: int, meter: LayerMeter) -> tuple[Saved, ...]:
-        """Return the memory that a layer makes and that is saved or used beyond it."""
-        handed = [storage.seen_from_its_maker() for storage in self.handed_on[index] if storage.num_bytes]
-        kept = (storage for storage in handed if storage.savers or storage.last_use or storage.is_product)
-        return counted((*meter.inner, *kept))
 
 
 @dataclass(slots=True)
-class _Backward:
-    """A layer's backward, by the end of its stage: its peak, and what a stage that begins with it passes on."""
+class _Placed:
+    """A layer in the chain.
 
-    peaks: dict[int, int] = field(default_factory=dict)
-    passed: dict[int, int] = field(default_factory=dict)
+    `made` is the memory that it passes on, `unsaved` what it is given and nobody has saved yet, by the distance of its
+    maker. `backward` has, by the end of its stage, its peak and what a stage that begins with it passes on.
+    """
+
+    layer: Layer
+    kind: _Kind
+    made: list[_Storage] = field(default_factory=list)
+    unsaved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    backward: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def _backwards(kinds: Sequence[_Kind], measure: Callable[[Probe, Gradients], BackwardMeter]) -> list[_Backward]:
-    """Return, for each layer, its backward in all stages that it may be in.
+def profile_model(
+    model: ModelConfig,
+    data: DataConfig,
+    micro_batch_size: int,
+    dtype: str,
+    lab: Lab,
+    device: str,
+    source: str,
+    facts: dict[str, Any],
+) -> ModelProfile:
+    """Return the profile of a model on micro-batches of one shape."""
+    given = given_tensors(data, micro_batch_size, getattr(torch, dtype), torch.device("meta"))
+    shape = (data.height_px, data.width_px, micro_batch_size)
+    layers = profile_chain(layers_of(model, data), given, lab)
+    input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+    facts = {**facts, "subject": subject(model, data, micro_batch_size, dtype)}
+    return ModelProfile(title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts)
+
+
+def machine_device(machine: MachineConfig) -> torch.device:
+    """Return the device that a rank of the machine uses; for `auto` the GPU if torch sees one."""
+    is_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if is_cuda else "cpu")
+
+
+def given_tensors(data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return what the model takes of one micro-batch, without its values."""
+    spec = input_spec(data, micro_batch_size, dtype)
+    return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]
+
+
+def profile_chain(layers: Sequence[Layer], given: Sequence[Tensor], lab: Lab) -> tuple[LayerProfile, ...]:
+    """Return the profile of each layer of a model, first to last.
+
+    `given` are its inputs, none sharing memory; only their layout is used. The last layer's one output goes into the
+    loss of training, as on the last stage of a run.
+    """
+    slots = [_Slot(Layout.of(tensor), _Storage(tensor.untyped_storage().nbytes(), _DATA)) for tensor in given]
+    known: dict[object, _Kind] = {}
+    chain: list[_Placed] = []
+    for index, layer in enumerate(layers):
+        loss = training_loss if index == len(layers) - 1 else None
+        key = (layer.target, layer.options, index == 0, loss is not None, _pattern(slots))
+        if key not in known:
+            make = partial(lab.call, layer, index, slots, loss)
+            try:
+                call = make()
+                with lab.mode:
+                    times = lab.times(call)
+                    known[key] = _Kind(lab, make, meter(call, lab.workspace), times)
+            except Exception as error:
+                error.add_note(f"layer {layer.name} took {', '.join(str(slot.layout.shape) for slot in slots)}")
+                raise
+        chain.append(_Placed(layer, known[key]))
+        slots = _join(chain[-1], index, slots)
+    _add_backwards(chain)
+    return tuple(_layer_profile(placed, index) for index, placed in enumerate(chain))
+
+
+def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
+    """Put a layer after those before, and return what it passes on."""
+    meter = placed.kind.meter
+    for storage in _unique(slot.storage for slot in slots):
+        storage.last_use = index
+        if not storage.savers and storage.maker != _DATA:
+            placed.unsaved[index - storage.maker] += storage.num_bytes
+    for storage in _unique(slots[number].storage for number in meter.saved_inputs):
+        storage.savers.append(index)
+    for storage in _unique(slots[number].storage for number in meter.held_inputs):
+        storage.weight_readers.append(index)
+    names: dict[int, object] = {}
+    handed = []
+    for output in meter.outputs:
+        if output.made is None:
+            assert output.given is not None
+            storage = slots[output.given].storage
+        else:
+            if output.made == len(placed.made):
+                savers = [index] if output.is_saved else []
+                placed.made.append(_Storage(output.storage_bytes, index, savers, index, output.is_product))
+            storage = placed.made[output.made]
+        slot = _Slot(output.layout, storage)
+        if output.same_as is not None:
+            slot.name = slots[output.same_as].name
+        else:
+            slot.name = names.setdefault(output.number, slot.name)
+        handed.append(slot)
+    return handed
+
+
+def _add_backwards(chain: Sequence[_Placed]) -> None:
+    """Measure each layer's backward in all stages that it may be in.
 
     Of a gradient that the stage was given nothing is counted. From an end on the way back is walked only until the
     gradients lie as they did on the way from the next end.
     """
-    num = len(kinds)
-    found = [_Backward() for _ in kinds]
-    before: list[Gradients | None] = [None] * num
-    for end in range(num, 0, -1):
-        gradients = kinds[end - 1].given_gradients()
+    before: list[Gradients | None] = [None] * len(chain)
+    for end in range(len(chain), 0, -1):
+        gradients: Gradients = tuple(  # of the stage that ends here: each a tensor of its own, which the stage holds
+            Gradient.fresh(output.layout.shape, output.layout.dtype, number, True) if output.grad_bytes else None
+            for number, output in enumerate(chain[end - 1].kind.meter.outputs)
+        )
         for index in range(end - 1, -1, -1):
             if before[index] == gradients:
-                for lower in found[: index + 1]:
-                    lower.peaks[end] = lower.peaks[end + 1]
-                    lower.passed[end] = lower.passed[end + 1]
+                for lower in chain[: index + 1]:
+                    lower.backward[end] = lower.backward[end + 1]
                 break
             before[index] = gradients
-            meter = kinds[index].backward(gradients, measure)
-            gradients = meter.input_gradients
-            found[index].peaks[end] = meter.peak_bytes
-            found[index].passed[end] = sum(lies.num_bytes for lies in gradients if lies and lies.is_untouched)
-    return found
+            found = chain[index].kind.backward(gradients)
+            gradients = found.input_gradients
+            passed = sum(each.layout.num_bytes for each in gradients if each and each.is_untouched)
+            chain[index].backward[end] = found.peak_bytes, passed
 
 
-def _layer_profile(layer: Layer, kind: _Kind, joined: _Joined, index: int, backward: _Backward) -> LayerProfile:
-    meter, times, peaks = kind.meter, kind.times, backward.peaks
-    unsaved, storages = joined.unsaved[index], joined.storages(index, meter)
+def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
+    meter, unsaved = placed.kind.meter, placed.unsaved
+    handed = [
+        Saved(
+            each.num_bytes, tuple(layer - index for layer in each.savers), each.last_use - index, 1, each.is_product,
+            tuple(layer - index for layer in each.weight_readers),
+        )
+        for each in placed.made
+        if each.num_bytes and (each.savers or each.last_use > index or each.is_product)
+    ]  # fmt: skip
+    storages = counted((*meter.inner, *handed))
     saved = tuple(storage for storage in storages if storage.savers)
-    _, saved_later = stash_of(saved)
     grad_bytes = sum(output.grad_bytes for output in meter.outputs)
+    peaks = {end - index - 1: peak for end, (peak, _) in sorted(placed.backward.items())}
     usual = peaks[max(peaks)] + (grad_bytes if len(peaks) == 1 else 0)
-    rare = {end - index - 1: peak for end, peak in sorted(peaks.items()) if end == index + 1 or peak != usual}
-    return LayerProfile(
-        name=layer.name,
-        kind=layer.kind,
-        forward_s=times.forward_s,
-        input_grad_s=times.input_grad_s,
-        weight_grad_s=times.weight_grad_s,
-        recompute_s=times.recompute_s,
-        cheap_s=times.cheap_s,
-        param_bytes=meter.param_bytes,
-        buffer_bytes=meter.buffer_bytes,
-        stash_bytes=meter.stash_bytes,
-        saved_later=saved_later,
-        output_bytes=sum(output.num_bytes for output in meter.outputs),
+    return replace(
+        meter.layer,
+        name=placed.layer.name,
+        kind=placed.layer.kind,
+        **asdict(placed.kind.times),
+        saved_later=stash_of(saved)[1],
+        output_bytes=sum(output.layout.num_bytes for output in meter.outputs),
         output_grad_bytes=grad_bytes,
         unsaved_input_bytes=sum(unsaved.values()),
         unsaved_from=tuple(pair for pair in sorted(unsaved.items()) if pair[0] > 1),
-        workspace_bytes=max(0, meter.forward_peak_bytes - meter.left_bytes, usual - grad_bytes),
-        forward_peak_bytes=meter.forward_peak_bytes,
+        workspace_bytes=max(0, meter.layer.forward_peak_bytes - meter.left_bytes, usual - grad_bytes),
         backward_peak_bytes=usual,
-        backward_peak_at=tuple(rare.items()),
-        passed_at=tuple((end - index - 1, size) for end, size in sorted(backward.passed.items()) if size),
-        held_for_weights_bytes=meter.held_for_weights_bytes,
-        held_input_bytes=meter.held_input_bytes,
-        held_output_grad_bytes=meter.held_output_grad_bytes,
+        backward_peak_at=tuple((ahead, peak) for ahead, peak in peaks.items() if not ahead or peak != usual),
+        passed_at=tuple((end - index - 1, size) for end, (_, size) in sorted(placed.backward.items()) if size),
         cheap_bytes=product_bytes_of(storages),
-        plain_peak_bytes=meter.plain_peak_bytes,
-        cheap_first_peak_bytes=meter.cheap_first_peak_bytes,
-        cheap_peak_bytes=meter.cheap_peak_bytes,
         saved=saved,
         passing=tuple(storage for storage in storages if not storage.savers),
     )
-
-
-def _slot_of(tensor: Tensor) -> _Slot:
-    storage = _Storage(tensor.untyped_storage().nbytes(), _DATA)
-    return _Slot(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, storage)
 
 
 def _unique(storages: Iterable[_Storage]) -> list[_Storage]:
@@ -281,8 +258,8 @@ def _pattern(slots: Sequence[_Slot]) -> object:
     names: dict[int, int] = {}
     return tuple(
         (
-            slot.shape, slot.strides, slot.offset, slot.dtype, slot.storage.num_bytes,
-            storages.setdefault(id(slot.storage), len(storages)), names.setdefault(id(slot.name), len(names)),
+            slot.layout, slot.storage.num_bytes, storages.setdefault(id(slot.storage), len(storages)),
+            names.setdefault(id(slot.name), len(names)),
         )
         for slot in slots
     )  # fmt: skip
@@ -293,12 +270,10 @@ def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
     memory: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots:
-        key = id(slot.storage)
+        key, dtype = id(slot.storage), slot.layout.dtype
         if key not in memory:
-            size = slot.storage.num_bytes // slot.dtype.itemsize
-            make = torch.randn if slot.dtype.is_floating_point else torch.zeros
-            memory[key] = make(size, dtype=slot.dtype, device=device)
+            make = torch.randn if dtype.is_floating_point else torch.zeros
+            memory[key] = make(slot.storage.num_bytes // dtype.itemsize, dtype=dtype, device=device)
         if id(slot.name) not in made:
-            flat = memory[key].view(slot.dtype)
-            made[id(slot.name)] = flat.as_strided(slot.shape, slot.strides, slot.offset)
+            made[id(slot.name)] = slot.layout.view(memory[key])
     return [made[id(slot.name)] for slot in slots]

@@ -1,23 +1,142 @@
-"""The profile without a device: fake tensors give the bytes of any resolution, a roofline the times."""
+"""The profile without a device: fake tensors give the bytes of any resolution, the machine's roofline the times.
+
+Williams, Waterman, Patterson 2009: a kernel takes at least its operations over the machine's peak, and at least its
+bytes over the memory's bandwidth. Each operation of the layer is one kernel that reads its operands and writes its
+results once; a view takes no time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
-from gems.models import Layer, layers_of, title_of
-from gems.models.build import build_layer
-from gems.profile.identity import subject, versions
+from gems.errors import ConfigError
+from gems.models import Layer, layers_of
+from gems.models.build import as_tuple, build_layer
 from gems.profile.model_profile import ModelProfile
-from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
-from gems.profile.profilers.kernel_workspaces import workspace_of
-from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
-from gems.profile.profilers.roofline import rates_of, roofline_times
-from gems.profile.profilers.whole_model import given_tensors, tracked_peak_bytes
+from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
+from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, training_loss
+from gems.profile.profilers.live_bytes import tensors_in, workspace_of
+
+_CONV_BACKWARD = torch.ops.aten.convolution_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does in a second on one dtype: floating-point operations, and bytes of device memory moved."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        """Return the time of one kernel in seconds."""
+        return max(flops / self.flops_per_s, moved_bytes / self.memory_bytes_per_s)
+
+
+def rates_of(machine: MachineConfig, dtype: torch.dtype) -> Rates:
+    """Return the rates of a configured machine: the datasheet's, times the share that kernels reach.
+
+    Raises ConfigError if no rate for bfloat16 is given.
+    """
+    peak = machine.flops_per_s
+    if dtype is torch.bfloat16:
+        if machine.bfloat16_flops_per_s is None:
+            raise ConfigError(
+                "machine.bfloat16_flops_per_s", "null", f"must be given, machine {machine.name} has none",
+                "give it, or train.dtype=float32",
+            )  # fmt: skip
+        peak = machine.bfloat16_flops_per_s
+    if dtype is torch.float64:
+        peak = machine.float64_flops_per_s or peak / 2
+    return Rates(peak * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
+
+
+class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what the operations inside a `with` block take: flops, bytes moved, seconds, and those of products."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rates = rates
+        self.flops = 0
+        self.moved_bytes = 0
+        self.seconds = 0.0
+        self.product_seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_view(func):
+            return result
+        packet = func._overloadpacket
+        if packet is _CONV_BACKWARD:
+            for flops, moved in _conv_backward_parts(args, result):
+                self._add(flops, moved)
+            return result
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        seconds = self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
+        if is_matmul(func):
+            self.product_seconds += seconds
+        return result
+
+    def _add(self, flops: int, moved_bytes: int) -> float:
+        seconds = self._rates.seconds(flops, moved_bytes)
+        self.flops += flops
+        self.moved_bytes += moved_bytes
+        self.seconds += seconds
+        return seconds
+
+
+def roofline_times(call: LayerCall, rates: Rates) -> Times:
+    """Return the times of a layer on inputs, fake ones best: nothing is timed.
+
+    The weight gradient's is what the whole backward takes beyond that of a layer whose parameters need none.
+    """
+
+    def count(run: Callable[[], object]) -> Roofline:
+        found = Roofline(rates)
+        with found:
+            run()
+        return found
+
+    forward, backward = call.forward_and_backward(count)
+    with call.without_weight_gradients():
+        input_grad_s = call.forward_and_backward(count)[1].seconds
+    weight_grad_s = max(0.0, backward.seconds - input_grad_s)
+    return Times(
+        forward.seconds, input_grad_s, weight_grad_s, forward.seconds, forward.seconds - forward.product_seconds
+    )
+
+
+def _conv_backward_parts(args: tuple[Any, ...], result: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
+    """Yield flops and bytes of each of a convolution's gradients: they are kernels of their own."""
+    gradient, x, weight, *rest, wanted = args
+    for number, operand in enumerate((weight, x)):
+        if wanted[number]:
+            only = [place == number for place in range(3)]
+            flops = flop_registry[_CONV_BACKWARD](gradient, x, weight, *rest, only, out_val=result)
+            yield int(flops), _moved_bytes([gradient, operand, result[number]])
+    if wanted[2]:
+        yield 0, _moved_bytes([gradient])
+
+
+def _moved_bytes(operands: Sequence[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(operands))
+
+
+def _is_view(func: Any) -> bool:
+    infos = [value.alias_info for value in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
 
 _HOST = torch.device("cpu")  # a build without a GPU knows no fake tensors of one
 
@@ -32,68 +151,27 @@ def fake_profile(
 ) -> ModelProfile:
     """Return the profile of a model on a machine that need not be here, by its rates.
 
-    With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device.
-
-    Raises:
-        ConfigError: the model does not exist, or the machine has no rate for the dtype.
+    With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device. Raises ConfigError if the
+    model does not exist, or the machine has no rate for the dtype.
     """
-    kind: torch.dtype = getattr(torch, dtype)
-    rates = rates_of(machine, kind)
-    layers = layers_of(model, data)
-    given = given_tensors(data, micro_batch_size, kind, torch.device("meta"))
+    rates = rates_of(machine, getattr(torch, dtype))
+    lab = fake_lab(machine, getattr(torch, dtype))
+    whole = {"peak_bytes": _whole_peak_bytes(model, data, micro_batch_size, dtype, lab)} if has_whole else {}
+    facts = {**whole, "flops_per_s": rates.flops_per_s, "memory_bytes_per_s": rates.memory_bytes_per_s}
+    return profile_model(model, data, micro_batch_size, dtype, lab, machine.name, "fake", facts)
+
+
+def fake_lab(machine: MachineConfig, dtype: torch.dtype) -> Lab:
+    """Return what runs layers on fake tensors, with the times of a machine; raises ConfigError as `rates_of`."""
     mode = FakeTensorMode()
-    workspace = workspace_of(device_of(machine))
 
-    def forward(probe: Probe) -> tuple[LayerMeter, Times]:
-        module = probe.build()
+    def build(layer: Layer, _: int) -> nn.Module:
+        module = on_meta(layer, dtype)
         with mode:
-            made_fake(module)
-            inputs = probe.inputs()
-            times = roofline_times(module, inputs, probe.is_first, probe.loss, rates)
-            return meter(module, inputs, probe.is_first, probe.loss, workspace), times
+            return made_fake(module)
 
-    def backward(probe: Probe, gradients: Gradients) -> BackwardMeter:
-        module = probe.build()
-        with mode:
-            made_fake(module)
-            return meter_backward(module, probe.inputs(), gradients, probe.is_first, probe.loss, workspace)
-
-    measure = Instruments(forward, backward)
-    profiles = profile_chain(layers, given, lambda layer, _: on_meta(layer, kind), measure, _HOST)
-    whole = {"peak_bytes": _whole_peak_bytes(layers, data, micro_batch_size, kind, mode)} if has_whole else {}
-    return ModelProfile(
-        model=title_of(model),
-        height_px=data.height_px,
-        width_px=data.width_px,
-        micro_batch_size=micro_batch_size,
-        dtype=dtype,
-        device=machine.name,
-        source="fake",
-        layers=profiles,
-        input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in given),
-        versions=versions(),
-        facts={
-            **whole,
-            "flops_per_s": rates.flops_per_s,
-            "memory_bytes_per_s": rates.memory_bytes_per_s,
-            "subject": subject(model, data, micro_batch_size, dtype),
-        },
-    )
-
-
-def _whole_peak_bytes(
-    layers: Sequence[Layer], data: DataConfig, micro_batch_size: int, dtype: torch.dtype, mode: FakeTensorMode
-) -> int:
-    modules = [on_meta(layer, dtype) for layer in layers]
-    with mode:
-        images = given_tensors(data, micro_batch_size, dtype, _HOST)
-        return tracked_peak_bytes([made_fake(module) for module in modules], images)
-
-
-def device_of(machine: MachineConfig) -> torch.device:
-    """Return the device that a rank of the machine will use; for `auto` the GPU if torch sees one."""
-    is_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if is_cuda else "cpu")
+    times = partial(roofline_times, rates=rates_of(machine, dtype))
+    return Lab(build, _HOST, workspace_of(machine_device(machine)), times, mode)
 
 
 def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
@@ -106,15 +184,45 @@ def made_fake(module: nn.Module) -> nn.Module:
 
     What the module shares within itself stays shared.
     """
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Any] = {}
     for inner in module.modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=_HOST)
-                same = made.setdefault(id(parameter), nn.Parameter(fake, parameter.requires_grad))
-                inner._parameters[name] = same  # type: ignore[assignment]
-        for name, buffer in inner._buffers.items():
-            if buffer is not None:
-                fake = torch.empty(buffer.shape, dtype=buffer.dtype, device=_HOST)
-                inner._buffers[name] = made.setdefault(id(buffer), fake)
+        for values in (inner._parameters, inner._buffers):
+            for name, value in values.items():
+                if value is not None:
+                    fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device=_HOST)
+                    if isinstance(value, nn.Parameter):
+                        fake = nn.Parameter(fake, value.requires_grad)
+                    values[name] = made.setdefault(id(value), fake)
     return module
+
+
+def _whole_peak_bytes(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str, lab: Lab) -> int:
+    """Return the peak of one training step of the unsplit model: parameters, gradients, activations, images.
+
+    It is torch's `MemTracker`'s; the optimizer's state is not in it, nor what kernels use within themselves.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker  # doubles the time that a rank takes to start
+
+    class WholePeak(MemTracker):  # type: ignore[no-untyped-call]
+        """Keep the peak of the whole only: those of all modules take time that grows with the square of the depth."""
+
+        peak_bytes = 0
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for snapshot in self.get_tracker_snapshot("current").values():
+                self.peak_bytes = max(self.peak_bytes, int(snapshot["Total"]))
+
+    net = nn.ModuleList([lab.build(layer, 0) for layer in layers_of(model, data)])
+    with lab.mode:
+        images = given_tensors(data, micro_batch_size, getattr(torch, dtype), _HOST)
+        give_gradients(net)
+        tracker = WholePeak()
+        tracker.track_external(net, *images)
+        with tracker:
+            values = tuple(images)
+            for module in net:
+                values = as_tuple(module(*values))
+            loss = training_loss(values[0])
+            del values
+            torch.autograd.backward([loss])
+    return tracker.peak_bytes

@@ -7,9 +7,12 @@ gradients already, as in a run, where they are views of one buffer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +21,124 @@ from torch.nn import functional
 
 from gems.models.build import as_tuple
 from gems.profile.profilers.live_bytes import storage_of
-from gems.profile.profilers.tensor_slots import Gradient
 
 Loss = Callable[[Tensor], Tensor]
+T = TypeVar("T")
+
+
+class Layout(NamedTuple):
+    """The layout of a tensor in its memory, where it begins `offset` elements from the start."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        """Return the layout of a contiguous tensor in memory of its own."""
+        return cls(tuple(shape), tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))), 0, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor of this layout in a flat memory."""
+        return memory.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient; those of the same `storage` share its memory.
+
+    `is_given` says that the stage was given that memory and holds it until its backward ends; other memory is freed
+    when it was read. `is_untouched` says that it is the very tensor that was given.
+    """
+
+    layout: Layout
+    storage: int
+    storage_bytes: int
+    is_given: bool = False
+    is_untouched: bool = False
+
+    @classmethod
+    def fresh(cls, shape: Sequence[int], dtype: torch.dtype, storage: int, is_given: bool = False) -> Gradient:
+        """Return a contiguous gradient in memory of its own."""
+        layout = Layout.contiguous(shape, dtype)
+        return cls(layout, storage, layout.num_bytes, is_given, is_given)
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Make its memory."""
+        dtype = self.layout.dtype
+        return torch.zeros(self.storage_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+
+Gradients = tuple[Gradient | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one layer on one micro-batch."""
+
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    recompute_s: float = 0.0
+    cheap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """A layer and its inputs; a tensor that is among them twice is the same tensor to the layer.
+
+    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a scalar of its one
+    output, in place of handing that on.
+    """
+
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    is_first: bool = False
+    loss: Loss | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the layer runs on."""
+        return self.inputs[0].device
+
+    def static_tensors(self) -> list[Tensor]:
+        """Return what is there without running: inputs, parameters, their gradients, buffers."""
+        return [*self.inputs, *static_tensors(self.module)]
+
+    def forward_and_backward(self, watch: Callable[[Callable[[], object]], T]) -> tuple[T, T]:
+        """Run the layer, and return what `watch` returns for its forward and for its backward."""
+        run = Run(self)
+        outputs: list[Tensor] = []
+        forward = watch(lambda: outputs.extend(run.forward()))
+        end = run.take(outputs)
+        outputs.clear()
+        return forward, watch(lambda: run.backward(end))
+
+    @contextmanager
+    def without_weight_gradients(self) -> Iterator[None]:
+        """Let no parameter need a gradient."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> dict[int, Tensor]:
     """Make the memory of those gradients that the stage holds, by its number."""
-    return {lies.storage: _memory(lies, device) for lies in gradients if lies is not None and lies.is_given}
+    return {each.storage: each.memory(device) for each in gradients if each is not None and each.is_given}
 
 
 def training_loss(logits: Tensor) -> Tensor:
@@ -54,26 +167,25 @@ class Run:
     A leaf keeps its gradient, in a copy where somebody else holds it.
     """
 
-    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], is_first: bool, has_leaves: bool = False) -> None:
-        self._module = module
+    def __init__(self, call: LayerCall, has_leaves: bool = False) -> None:
+        self._call = call
         leaves = {
-            id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first) for tensor in inputs
+            id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point() and not call.is_first)
+            for tensor in call.inputs
         }
         floats = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
         self._leaves = leaves if has_leaves else {}
         self._arrived: list[tuple[int, Gradient] | None] = []
         self._untouched: list[Tensor] = []
-        self._places = [list(floats).index(id(t)) if id(t) in floats else None for t in inputs]
-        is_open = bool(floats) and not has_leaves
-        handed = (
-            dict(zip(floats, _start(self._arrived, self._untouched, *floats.values()), strict=True)) if is_open else {}
-        )
-        self.values = [handed.get(id(tensor), leaves[id(tensor)]) for tensor in inputs]
+        self._places = [list(floats).index(id(t)) if id(t) in floats else None for t in call.inputs]
+        if floats and not has_leaves:
+            leaves |= zip(floats, _start(self._arrived, self._untouched, *floats.values()), strict=True)
+        self.values = [leaves[id(tensor)] for tensor in call.inputs]
 
-    def forward(self, loss: Loss | None = None) -> tuple[Tensor, ...]:
+    def forward(self) -> tuple[Tensor, ...]:
         """Run the layer, and the loss on its first output."""
-        outputs = as_tuple(self._module(*self.values))
-        return outputs if loss is None else (loss(outputs[0]),)
+        outputs = as_tuple(self._call.module(*self.values))
+        return outputs if self._call.loss is None else (self._call.loss(outputs[0]),)
 
     def take(
         self,
@@ -85,46 +197,32 @@ class Run:
 
         Without `gradients` each is a tensor of its own; `memory` is that of storages that are there already.
         """
-        lying = gradients if gradients is not None else fresh_gradients(outputs)
-        wanted = [(tensor, lies) for tensor, lies in zip(outputs, lying, strict=True) if tensor.requires_grad and lies]
+        made = zip(outputs, fresh_gradients(outputs) if gradients is None else gradients, strict=True)
+        wanted = [(gradient, tensor) for tensor, gradient in made if tensor.requires_grad and gradient]
         self.values.clear()
-        return (
-            _end([lies for _, lies in wanted], memory or {}, self._untouched, *(tensor for tensor, _ in wanted))
-            if wanted
-            else None
-        )
-
-    def forward_to_end(
-        self,
-        loss: Loss | None = None,
-        gradients: Sequence[Gradient | None] | None = None,
-        memory: dict[int, Tensor] | None = None,
-    ) -> Tensor | None:
-        """Run the layer and put the second end after it; its outputs are not kept."""
-        return self.take(self.forward(loss), gradients, memory)
+        if not wanted:
+            return None
+        return _end([gradient for gradient, _ in wanted], memory or {}, self._untouched, *(each for _, each in wanted))
 
     def backward(self, end: Tensor | None) -> None:
         """Make the outputs' gradients and run backward."""
         if end is not None:
             torch.autograd.backward([end], [torch.empty_like(end)])
 
-    def input_gradients(self, given: set[int]) -> tuple[Gradient | None, ...]:
-        """Return how the inputs' gradients lay; a tensor that is given twice gets one, at its first place.
+    def input_gradients(self, given: set[int]) -> Gradients:
+        """Return the layout of the inputs' gradients; a tensor that is given twice gets one, at its first place.
 
         `given` names the storages that were there before backward.
         """
         numbers: dict[int, int] = {}
-        seen: set[int] = set()
+        arrived = dict(enumerate(self._arrived))
         found: list[Gradient | None] = []
         for place in self._places:
-            arrived = None if place is None or not self._arrived or place in seen else self._arrived[place]
-            if place is None or arrived is None:
-                found.append(None)
-                continue
-            seen.add(place)
-            storage, lies = arrived
-            number = numbers.setdefault(storage, len(numbers))
-            found.append(lies.renamed(number, storage in given))
+            storage, gradient = (None if place is None else arrived.pop(place, None)) or (0, None)
+            if gradient is not None:
+                number = numbers.setdefault(storage, len(numbers))
+                gradient = replace(gradient, storage=number, is_given=storage in given)
+            found.append(gradient)
         return tuple(found)
 
 
@@ -139,13 +237,13 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        for gradient in gradients:
-            if gradient is None:
+        for each in gradients:
+            if each is None:
                 ctx.arrived.append(None)
                 continue
-            lies = Gradient.of(gradient)
-            is_untouched = any(gradient is given for given in ctx.untouched)
-            ctx.arrived.append((storage_of(gradient), lies.untouched() if is_untouched else lies))
+            is_untouched = any(each is given for given in ctx.untouched)
+            found = Gradient(Layout.of(each), 0, each.untyped_storage().nbytes(), is_untouched=is_untouched)
+            ctx.arrived.append((storage_of(each), found))
         ctx.untouched.clear()
         return (None,) * (2 + len(gradients))
 
@@ -155,25 +253,27 @@ class _End(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lying: list[Gradient], memory: dict[int, Tensor], untouched: list[Tensor], *tensors: Tensor
+        ctx: Any, gradients: list[Gradient], memory: dict[int, Tensor], untouched: list[Tensor], *tensors: Tensor
     ) -> Any:
-        ctx.lying, ctx.memory, ctx.untouched, ctx.device = lying, memory, untouched, tensors[0].device
+        ctx.gradients, ctx.memory, ctx.untouched, ctx.device = gradients, memory, untouched, tensors[0].device
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         memory: dict[int, Tensor] = dict(ctx.memory)
-        uses = Counter(lies.storage for lies in ctx.lying)
+        uses = Counter(each.storage for each in ctx.gradients)
         made = []
-        for lies in ctx.lying:
-            if lies.is_whole and uses[lies.storage] == 1 and lies.storage not in memory:
-                # no view: the engine may add to it in place
-                made.append(torch.zeros(lies.shape, dtype=lies.dtype, device=ctx.device))
-                continue
-            if lies.storage not in memory:
-                memory[lies.storage] = _memory(lies, ctx.device)
-            made.append(memory[lies.storage].as_strided(lies.shape, lies.strides, lies.offset))
-            if lies.is_untouched:
+        for each in ctx.gradients:
+            shape, dtype = each.layout.shape, each.layout.dtype
+            if each.storage not in memory:
+                is_whole = each.layout.strides == Layout.contiguous(shape, dtype).strides
+                if is_whole and each.storage_bytes == each.layout.num_bytes and uses[each.storage] == 1:
+                    # no view: the engine may add to it in place
+                    made.append(torch.zeros(shape, dtype=dtype, device=ctx.device))
+                    continue
+                memory[each.storage] = each.memory(ctx.device)
+            made.append(each.layout.view(memory[each.storage]))
+            if each.is_untouched:
                 ctx.untouched.append(made[-1])
         return (None, None, None, *made)
 
@@ -182,13 +282,11 @@ _start: Callable[..., tuple[Tensor, ...]] = _Start.apply
 _end: Callable[..., Tensor] = _End.apply
 
 
-def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> list[Gradient | None]:
+def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> Gradients:
     """Return gradients that are each a tensor of its own, None for outputs that have none."""
-    return [
-        Gradient.like(tensor, number, is_given) if tensor.requires_grad and tensor.is_floating_point() else None
+    return tuple(
+        Gradient.fresh(tensor.shape, tensor.dtype, number, is_given)
+        if tensor.requires_grad and tensor.is_floating_point()
+        else None
         for number, tensor in enumerate(outputs)
-    ]
-
-
-def _memory(lies: Gradient, device: torch.device) -> Tensor:
-    return torch.zeros(lies.storage_bytes // lies.dtype.itemsize, dtype=lies.dtype, device=device)
+    )

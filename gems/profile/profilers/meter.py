@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,37 +14,59 @@ from gems.autograd.recompute.layer_state import RandomState
 from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.profile.profilers.kernel_workspaces import Workspace
-from gems.profile.profilers.layer_run import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
-from gems.profile.profilers.live_bytes import LiveBytes, storage_of, unique_bytes
-from gems.profile.profilers.tensor_slots import Gradient, Output
-from gems.profile.saved_storages import Saved, counted
+from gems.profile.model_profile import LayerProfile, Saved, counted
+from gems.profile.profilers.layer_run import (
+    Gradients,
+    LayerCall,
+    Layout,
+    Run,
+    fresh_gradients,
+    give_gradients,
+    given_memory,
+    static_tensors,
+)
+from gems.profile.profilers.live_bytes import AllocatedBytes, LiveBytes, Workspace, storage_of, unique_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a layer passes on.
+
+    `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the input that it is
+    itself, `given` the input whose memory it is in; with None the layer made that memory, which `made` numbers.
+    `is_saved` says that the layer itself saves it, `is_product` that a convolution or a matrix product gave it.
+    """
+
+    layout: Layout
+    number: int
+    same_as: int | None
+    given: int | None
+    made: int | None
+    storage_bytes: int
+    is_saved: bool
+    is_product: bool
+
+    @property
+    def grad_bytes(self) -> int:
+        """Size of its gradient in bytes, 0 for a tensor of integers."""
+        return self.layout.num_bytes if self.layout.dtype.is_floating_point else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMeter:
-    """The bytes of a layer, whatever its neighbours; fields as in `LayerProfile`.
+    """The bytes of a layer, whatever its neighbours: the fields of `layer` that do not depend on them.
 
     `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read.
     `left_bytes` is what its forward leaves: stash and outputs. `inner` is the memory that it makes and does not pass
     on: what it saves, and what products gave.
     """
 
-    param_bytes: int
-    buffer_bytes: int
+    layer: LayerProfile
     outputs: tuple[Output, ...]
     saved_inputs: tuple[int, ...]
-    stash_bytes: int
-    left_bytes: int
-    forward_peak_bytes: int
-    held_for_weights_bytes: int
     held_inputs: tuple[int, ...]
-    held_input_bytes: int
-    held_output_grad_bytes: int
-    plain_peak_bytes: int = 0
-    cheap_first_peak_bytes: int = 0
-    cheap_peak_bytes: int = 0
-    inner: tuple[Saved, ...] = ()
+    left_bytes: int
+    inner: tuple[Saved, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,99 +77,78 @@ class BackwardMeter:
     """
 
     peak_bytes: int
-    input_gradients: tuple[Gradient | None, ...]
+    input_gradients: Gradients
 
 
-def meter(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    is_first: bool = False,
-    loss: Loss | None = None,
-    workspace: Workspace | None = None,
-) -> LayerMeter:
-    """Run a layer forward on tensors, real or fake, and return its bytes.
+def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
+    """Run a layer forward on tensors, real or fake, and return its bytes; its running statistics move.
 
-    Args:
-        module: the layer; its running statistics move.
-        inputs: what it is given; a tensor that stands twice is the same tensor to the layer.
-        is_first: no input gradient will be computed.
-        loss: for the last layer, what makes a scalar of its one output, in place of handing that on.
-        workspace: tells what kernels use within themselves.
+    `workspace` gives what kernels use within themselves. On a GPU the peak of forward is the allocator's.
     """
-    give_gradients(module)
-    known = [*inputs, *static_tensors(module)]
+    give_gradients(call.module)
+    known = call.static_tensors()
     names = {storage_of(tensor) for tensor in known}
+    inner, products = _inner(call, names)
+    saved: dict[int, int] = {}
     with LiveBytes(known, workspace) as live:
-        run = Run(module, inputs, is_first)
-        saved: dict[int, int] = {}
+        run = Run(call)
         with _noting(saved):
-            outputs = run.forward(loss)
+            outputs = run.forward()
         forward_peak = live.peak_bytes
-        described = _describe(outputs, run.values, saved)
-    made = {output.made: output.storage_bytes for output in described if output.made is not None}
-    unsaved = {
-        output.made: output.storage_bytes for output in described if not output.is_saved and output.made is not None
-    }
+        described = _describe(outputs, run.values, saved, products)
+    made = {each.made: each for each in described if each.made is not None}
     stash = sum(num_bytes for name, num_bytes in saved.items() if name not in names)
-    inner, handed_products = _inner(module, inputs, is_first, loss)
-    described = tuple(
-        replace(output, is_product=output.made in handed_products) if output.made is not None else output
-        for output in described
-    )
-    held, held_inputs, held_gradient = _held_for_weights(module, inputs, is_first, loss)
-    return LayerMeter(
-        param_bytes=unique_bytes(module.parameters()),
-        buffer_bytes=unique_bytes(module.buffers()),
-        outputs=described,
-        saved_inputs=tuple(k for k, tensor in enumerate(inputs) if storage_of(tensor) in saved),
+    left = stash + sum(each.storage_bytes for each in made.values() if not each.is_saved)
+    forward_peak = max(forward_peak, sum(each.storage_bytes for each in made.values()))
+    del run, outputs
+    if call.device.type == "cuda":
+        forward_peak = max(left, _forward_peak(call, AllocatedBytes()))
+
+    def recomputed_peak(*keeping: AbstractContextManager[object]) -> int:
+        """Return the peak of a forward of which nothing is kept except by `keeping`."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+        return _forward_peak(call, LiveBytes(known, workspace), hooks, *keeping)
+
+    held, held_inputs, held_gradient = _held_for_weights(call)
+    layer = LayerProfile(
+        name="",
+        kind="",
+        param_bytes=unique_bytes(call.module.parameters()),
+        buffer_bytes=unique_bytes(call.module.buffers()),
         stash_bytes=stash,
-        left_bytes=stash + sum(unsaved.values()),
-        forward_peak_bytes=max(forward_peak, sum(made.values())),
+        forward_peak_bytes=forward_peak,
         held_for_weights_bytes=held,
-        held_inputs=held_inputs,
-        held_input_bytes=unique_bytes(inputs[number] for number in held_inputs),
+        held_input_bytes=unique_bytes(call.inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
-        plain_peak_bytes=_first_run_peak_bytes(module, inputs, is_first, loss, workspace, nullcontext()),
-        cheap_first_peak_bytes=_first_run_peak_bytes(
-            module,
-            inputs,
-            is_first,
-            loss,
-            workspace,
-            RecordMatmuls(MatmulOutputs(), RandomState(module, inputs[0].device)),
-        ),
-        cheap_peak_bytes=_cheap_peak_bytes(module, inputs, is_first, loss, workspace),
-        inner=inner,
+        plain_peak_bytes=recomputed_peak(),
+        cheap_first_peak_bytes=recomputed_peak(RecordMatmuls(MatmulOutputs(), RandomState(call.module, call.device))),
+        cheap_peak_bytes=_cheap_peak(call, workspace),
     )
+    saved_inputs = tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in saved)
+    return LayerMeter(layer, described, saved_inputs, held_inputs, left, inner)
 
 
-def meter_backward(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    gradients: Sequence[Gradient | None],
-    is_first: bool = False,
-    loss: Loss | None = None,
-    workspace: Workspace | None = None,
-) -> BackwardMeter:
+def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace | None = None) -> BackwardMeter:
     """Run a layer forward and backward, and return the bytes of its backward.
 
-    Args:
-        module: as in `meter`; weight gradients are added to what is there.
-        inputs: as in `meter`.
-        gradients: how the gradient of each output lies, None for an output that nothing after it reads.
-        is_first: as in `meter`.
-        loss: as in `meter`.
-        workspace: as in `meter`.
+    `gradients` are those of the outputs, None for one that nothing after it reads. Weight gradients are added to those
+    that are there. On a GPU the peak is the allocator's.
     """
-    give_gradients(module)
-    memory = given_memory(gradients, inputs[0].device)
-    with LiveBytes([*inputs, *static_tensors(module), *memory.values()], workspace) as live:
-        run = Run(module, inputs, is_first)
-        end = run.forward_to_end(loss, gradients, memory)
-        kept = live.restart()
-        run.backward(end)
-    given = {storage_of(tensor) for tensor in memory.values()}
-    return BackwardMeter(live.peak_bytes - kept, run.input_gradients(given))
+    give_gradients(call.module)
+    memory = given_memory(gradients, call.device)
+
+    def peak(live: LiveBytes | AllocatedBytes) -> tuple[int, Run]:
+        with live:
+            run = Run(call)
+            end = run.take(run.forward(), gradients, memory)
+            kept = live.restart()
+            run.backward(end)
+        return live.peak_bytes - kept, run
+
+    peak_bytes, run = peak(LiveBytes([*call.static_tensors(), *memory.values()], workspace))
+    if call.device.type == "cuda":
+        peak_bytes, _ = peak(AllocatedBytes())
+    return BackwardMeter(peak_bytes, run.input_gradients({storage_of(tensor) for tensor in memory.values()}))
 
 
 @contextmanager
@@ -162,7 +163,10 @@ def _noting(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def _describe(outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int]) -> tuple[Output, ...]:
+def _describe(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int], products: set[int | None]
+) -> tuple[Output, ...]:
+    """Return the outputs; `products` are the numbers of the storages that products gave."""
     given: dict[int, int] = {}
     same: dict[int, int] = {}
     for number, tensor in enumerate(inputs):
@@ -173,33 +177,26 @@ def _describe(outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[i
     found = []
     for tensor in outputs:
         name, number = storage_of(tensor), numbers.setdefault(id(tensor), len(numbers))
-        if name not in given:
-            made.setdefault(name, len(made))
+        place = None if name in given else made.setdefault(name, len(made))
         found.append(
             Output(
-                tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype,
-                tensor.requires_grad, number, same.get(id(tensor)), given.get(name), made.get(name),
-                tensor.untyped_storage().nbytes(), name in saved,
+                Layout.of(tensor), number, same.get(id(tensor)), given.get(name), place,
+                tensor.untyped_storage().nbytes(), name in saved, place is not None and place in products,
             )
         )  # fmt: skip
     return tuple(found)
 
 
-def _inner(
-    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
-) -> tuple[tuple[Saved, ...], set[int | None]]:
-    """Return the memory that a layer makes and keep to itself, and which memory that it passes on products gave."""
-    static = {storage_of(tensor) for tensor in (*inputs, *static_tensors(module))}
-    run = Run(module, inputs, is_first)
+def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
+    """Return the memory that a layer makes and keeps to itself, and which memory that it passes on products gave."""
+    run = Run(call)
     saved: dict[int, int] = {}
     products = MatmulOutputs()
-    with RecordMatmuls(products, RandomState(module, inputs[0].device)), _noting(saved):
-        outputs = run.forward(loss)
+    with RecordMatmuls(products, RandomState(call.module, call.device)), _noting(saved):
+        outputs = run.forward()
     given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
-    made = {
-        storage_of(tensor): output.made
-        for tensor, output in zip(outputs, _describe(outputs, run.values, saved), strict=True)
-    }
+    described = _describe(outputs, run.values, saved, set())
+    made = {storage_of(tensor): output.made for tensor, output in zip(outputs, described, strict=True)}
     inner = [
         Saved(num_bytes, (0,) if name in saved else (), is_product=name in given)
         for name, num_bytes in (saved | given).items()
@@ -208,61 +205,48 @@ def _inner(
     return counted(inner), {made[name] for name in given if name in made}
 
 
-def _first_run_peak_bytes(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    is_first: bool,
-    loss: Loss | None,
-    workspace: Workspace | None,
-    keeping: AbstractContextManager[object],
-) -> int:
-    """Return the most that a forward makes at once of which nothing is kept but by `keeping`: it will be recomputed."""
-
-    def drop(_: Tensor) -> Any:
-        return None
-
-    run = Run(module, inputs, is_first)
-    live = LiveBytes([*inputs, *static_tensors(module)], workspace)
-    with live, torch.autograd.graph.saved_tensors_hooks(drop, drop), keeping:
-        run.forward(loss)
+def _forward_peak(call: LayerCall, live: LiveBytes | AllocatedBytes, *around: AbstractContextManager[object]) -> int:
+    """Return the most that a forward within `around` makes at once."""
+    run = Run(call)
+    with ExitStack() as stack:
+        for context in (live, *around):
+            stack.enter_context(context)
+        run.forward()
     return live.peak_bytes
 
 
-def _cheap_peak_bytes(
-    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, workspace: Workspace | None
-) -> int:
+def _drop(_: Tensor) -> Any:
+    return None
+
+
+def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
     """Return the most that a selective recompute makes at once, beside what the first one kept for it."""
-    run = Run(module, inputs, is_first)
-    products, random = MatmulOutputs(), RandomState(module, inputs[0].device)
+    products, random = MatmulOutputs(), RandomState(call.module, call.device)
     with RecordMatmuls(products, random):
-        run.forward(loss)
-    live = LiveBytes([*inputs, *static_tensors(module), *products.tensors()], workspace)
-    with live, ReplayMatmuls(products, random):
-        run.forward(loss)
-    return live.peak_bytes
+        Run(call).forward()
+    kept = list(products.tensors())  # until the end: other memory must not get the address of a product that is dropped
+    live = LiveBytes([*call.static_tensors(), *kept], workspace)
+    return _forward_peak(call, live, ReplayMatmuls(products, random))
 
 
-def _held_for_weights(
-    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
-) -> tuple[int, tuple[int, ...], int]:
+def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
     """Return what the engine's split backward keeps of the layer between I and W, by running its I.
 
     Returns:
         Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the outputs among it.
     """
     later = DeferredGradients()
-    with SplitLayers(nn.ModuleList([module])).defer_to(later):
-        run = Run(module, inputs, is_first)
-        outputs = run.forward(loss)
+    with SplitLayers(nn.ModuleList([call.module])).defer_to(later):
+        run = Run(call)
+        outputs = run.forward()
         gradients = fresh_gradients(outputs, is_given=True)
-        memory = given_memory(gradients, inputs[0].device)
+        memory = given_memory(gradients, call.device)
         end = run.take(outputs, gradients, memory)
         del outputs
         run.backward(end)
-    static = {storage_of(tensor) for tensor in static_tensors(module)}
+    static = {storage_of(tensor) for tensor in static_tensors(call.module)}
     kept = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
     names = {storage_of(tensor) for tensor in kept}
-
-    held_inputs = tuple(number for number, tensor in enumerate(inputs) if storage_of(tensor) in names)
+    held_inputs = tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in names)
     held_gradient = unique_bytes(tensor for tensor in memory.values() if storage_of(tensor) in names)
     return unique_bytes(kept), held_inputs, held_gradient

@@ -6,100 +6,67 @@ As in the fake profile: fake tensors give the bytes, the roofline of `machine=` 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
 from gems.config.schema import RunSpec
 from gems.models import layers_of
-from gems.models.blocks.operator import operator_module
+from gems.models.blocks.chain import operator_module
 from gems.models.build import as_tuple
-from gems.models.operators import operators_of
+from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
-from gems.profile.profilers.fake import device_of, made_fake, on_meta
-from gems.profile.profilers.kernel_workspaces import Workspace, workspace_of
-from gems.profile.profilers.layer_run import Loss, training_loss
+from gems.profile.profilers.chain import given_tensors
+from gems.profile.profilers.fake import fake_lab, made_fake, on_meta, rates_of
+from gems.profile.profilers.layer_run import LayerCall, training_loss
 from gems.profile.profilers.meter import meter
-from gems.profile.profilers.roofline import Rates, rates_of, roofline_times
 from gems.profile.profilers.take import OPTIMIZER_STATES, answer
-from gems.profile.profilers.whole_model import given_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What equal operators on equal inputs share."""
-
-    op: Op
-    outputs: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Measure:
-    rates: Rates
-    mode: FakeTensorMode
-    states: int
-    workspace: Workspace | None
-
-    def operator(self, module: nn.Module, inputs: tuple[Tensor, ...], is_first: bool, loss: Loss | None) -> _Known:
-        with self.mode:
-            made_fake(module)
-            times = roofline_times(module, inputs, is_first, loss, self.rates)
-            metered = meter(module, inputs, is_first, loss, self.workspace)
-            made = as_tuple(module(*inputs))
-            outputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in made)
-        state_bytes = metered.param_bytes * (2 + self.states) + metered.buffer_bytes
-        held_bytes = state_bytes + metered.left_bytes
-        handed_bytes = 0 if loss else sum(output.num_bytes for output in metered.outputs)
-        return _Known(
-            Op("", times.forward_s, times.input_grad_s + times.weight_grad_s, handed_bytes, held_bytes, state_bytes),
-            outputs,
-        )
 
 
 def take(spec: RunSpec) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
     An operator holds its parameters, their gradients, the optimizer's state, and what its forward leaves. The gradients
-    of an output that several read are added up in the backward of the operator that made it.
-
-    Raises:
-        ConfigError: the machine has no rate for the dtype.
+    of an output that several read are added up in the backward of the operator that made it. Raises ConfigError if the
+    machine has no rate for the dtype.
     """
     kind: torch.dtype = getattr(torch, spec.train.dtype)
-    rates = rates_of(spec.machine, kind)
+    lab = fake_lab(spec.machine, kind)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
-    readers = [0] * len(operators)
-    for operator in operators:
-        for feeder in operator.feeders:
-            readers[feeder] += 1
-    given = given_tensors(spec.data, spec.parallel.micro_batch_size, kind, torch.device("cpu"))
-    mode = FakeTensorMode()
+    readers = Counter(feeder for operator in operators for feeder in operator.feeders)
     states = OPTIMIZER_STATES[spec.train.optimizer] if spec.train.optimizer != "sgd" or spec.train.momentum else 0
-    known: dict[object, _Known] = {}
+    known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []
-    with mode:
-        start = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in given)
+    with lab.mode:
+        start = tuple(given_tensors(spec.data, spec.parallel.micro_batch_size, kind, lab.device))
     for number, operator in enumerate(operators):
         inputs = tuple(t for feeder in operator.feeders for t in outputs[feeder]) or start
         layer = layers[operator.layer]
-        is_last = number == len(operators) - 1
+        loss = training_loss if number == len(operators) - 1 else None
         key = (
-            layer.target, layer.options, operator.path, number == 0, is_last,
+            layer.target, layer.options, operator.path, number == 0, loss is None,
             tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs),
         )  # fmt: skip
         if key not in known:
             module = operator_module(operator, on_meta(layer, kind))
-            loss = training_loss if is_last else None
-            measure = _Measure(rates, mode, states, workspace_of(device_of(spec.machine)))
-            known[key] = measure.operator(module, inputs, number == 0, loss)
-        found = known[key]
-        outputs.append(found.outputs)
-        sums_s = max(0, readers[number] - 1) * rates.seconds(0, 3 * found.op.output_bytes)
-        ops.append(replace(found.op, name=operator.name, backward_s=found.op.backward_s + sums_s))
+            with lab.mode:
+                call = LayerCall(made_fake(module), inputs, number == 0, loss)
+                times, found = lab.times(call), meter(call, lab.workspace)
+                made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in as_tuple(module(*inputs)))
+            state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
+            handed_bytes = 0 if loss else sum(output.layout.num_bytes for output in found.outputs)
+            backward_s = times.input_grad_s + times.weight_grad_s
+            known[key] = (
+                Op("", times.forward_s, backward_s, handed_bytes, state_bytes + found.left_bytes, state_bytes), made
+            )  # fmt: skip
+        op, made = known[key]
+        outputs.append(made)
+        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, kind).seconds(0, 3 * op.output_bytes)
+        ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
     edges = tuple((feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders)
     return OpGraph(tuple(ops), edges)
 

@@ -16,25 +16,21 @@ from gems.profile.operator_graph import OpGraph
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
-from gems.profile.store import REFUSED
+from gems.profile.store import REFUSED, is_fake
 from gems.utils.registry import load_plugins
 
 OPTIMIZER_STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
 
 
 def take(spec: RunSpec) -> ModelProfile:
-    """Take the profile of a resolved run.
-
-    Raises:
-        ConfigError: a device or rate that the machine does not have.
-    """
+    """Take the profile of a resolved run; raises ConfigError for a device or rate that the machine does not have."""
     profile, machine = spec.profile, spec.machine
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, machine)
-    is_fake = profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
-    base = fake_profile(*run, profile.whole_model_peak) if is_fake else measured_profile(*run, profile.repetitions)
+    fake = is_fake(profile)
+    base = fake_profile(*run, profile.whole_model_peak) if fake else measured_profile(*run, profile.repetitions)
     if profile.name != "incremental":
         return base
-    devices = Devices(*run, is_fake, OPTIMIZER_STATES[spec.train.optimizer])
+    devices = Devices(*run, fake, OPTIMIZER_STATES[spec.train.optimizer])
     return incremental_profile(base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes)
 
 
