@@ -83,29 +83,23 @@ class Rule:
                     shown, value, one_of(valid), f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?"
                 )
         elif isinstance(value, str):
-            self._check_text(key, value)
+            try:
+                data = value.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(key, ascii(value), "is no text in UTF-8") from error
+            if b"\0" in data:
+                raise ConfigError(key, repr(value), "must not hold the character 0")
+            if self.accepts is not None and not self.accepts(value):
+                raise ConfigError(key, repr(value), self.form, self.help)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            self._check_number(key, value)
-
-    def _check_text(self, key: str, value: str) -> None:
-        try:
-            data = value.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(key, ascii(value), "is no text in UTF-8") from error
-        if b"\0" in data:
-            raise ConfigError(key, repr(value), "must not hold the character 0")
-        if self.accepts is not None and not self.accepts(value):
-            raise ConfigError(key, repr(value), self.form, self.help)
-
-    def _check_number(self, key: str, value: float) -> None:
-        is_real = isinstance(value, float)
-        is_finite = not is_real or math.isfinite(value)  # isfinite refuses whole numbers that no float holds
-        if not is_finite or value < self.min or (self.above is not None and value <= self.above):
-            raise ConfigError(key, value, f"must be {self._lower}{' and finite' if is_real else ''}", self.help)
-        if value > (most := min(self.max, MAX_REAL if is_real else MAX_INT)):
-            raise ConfigError(key, value, f"must be at most {_plain(most)}", self.help)
-        if is_real and 0 < value < MIN_REAL:
-            raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help)
+            is_real = isinstance(value, float)
+            is_finite = not is_real or math.isfinite(value)  # isfinite refuses whole numbers that no float holds
+            if not is_finite or value < self.min or (self.above is not None and value <= self.above):
+                raise ConfigError(key, value, f"must be {self._lower}{' and finite' if is_real else ''}", self.help)
+            if value > (most := min(self.max, MAX_REAL if is_real else MAX_INT)):
+                raise ConfigError(key, value, f"must be at most {_plain(most)}", self.help)
+            if is_real and 0 < value < MIN_REAL:
+                raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help)
 
 
 def _plain(number: float) -> str:

@@ -92,20 +92,17 @@ def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sources:
             for entry in (name, "__main__.py") if name == MAIN else (name,):
-                contents = {entry: data} | ({f"{entry}c": _byte_code(entry, data)} if entry.endswith(".py") else {})
+                contents = {entry: data}
+                if entry.endswith(".py"):  # the file name is within the archive, so that no file of a job shadows it
+                    code = compile(data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0)
+                    header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(data)
+                    contents[f"{entry}c"] = header + marshal.dumps(code, WITHOUT_REFERENCES)
                 for inner, content in contents.items():
                     info = zipfile.ZipInfo(inner, EPOCH)
                     info.external_attr = MODE << 16
                     info.create_system = 3  # Unix, wherever it is made
                     archive.writestr(info, content)
     return buffer.getvalue()
-
-
-def _byte_code(name: str, source: bytes) -> bytes:
-    """Return a module's byte-code file. Its file name is within the archive, so that no file of a job shadows it."""
-    code = compile(source, f"{CODE_ZIP}/{name}", "exec", dont_inherit=True, optimize=0)
-    header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source)
-    return header + marshal.dumps(code, WITHOUT_REFERENCES)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -74,7 +74,13 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     def _fill(self) -> None:
         if self._modules:
             modules, self._modules = self._modules, []
-            order = [name for module in modules for name in _import_all(module)]
+            order: list[str] = []
+            for module in modules:
+                package, is_whole, _ = module.partition(".*")
+                made = importlib.import_module(package)
+                for each in pkgutil.iter_modules(made.__path__) if is_whole else ():
+                    importlib.import_module(f"{package}.{each.name}")
+                order += getattr(made, "ORDER", ())
             places = {name: place for place, name in enumerate(order)}
             found = sorted(self.entries.items(), key=lambda item: places.get(item[0], len(places)))
             self.entries.clear()
@@ -124,14 +130,3 @@ def _load_installed() -> None:
     """
     for entry in entry_points(group=ENTRY_POINTS):
         load_plugins([entry.value.partition(":")[0]])
-
-
-def _import_all(module: str) -> Sequence[str]:
-    """Import a module, or all modules of a package, and return its `ORDER`."""
-    package, is_whole, _ = module.partition(".*")
-    found = importlib.import_module(package)
-    if is_whole:
-        for each in pkgutil.iter_modules(found.__path__):
-            importlib.import_module(f"{package}.{each.name}")
-    order: Sequence[str] = getattr(found, "ORDER", ())
-    return order

@@ -32,7 +32,8 @@ def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
             for stage in stages:
                 chain += count * (times[stage] + times[last - stage])
                 work += count * weight_grad[stage]
-                held += count * _memory_time(problem, stage, lives[stage])
+                freed = problem.size[stage] - problem.held[stage]  # between input and weight gradient
+                held += count * (problem.size[stage] * lives[stage] - freed * weight_grad[stage])
                 for name in allow:
                     saved, paid = _saving(problem, stage, lives[stage], name)
                     if saved > 0:
@@ -41,11 +42,6 @@ def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
             work, head = work + chain, min(heads)
             longest = max(longest, head + chain + min(tails), head + least_time(work, held, problem.cap, **savings))
     return longest
-
-
-def _memory_time(problem: Problem, stage: int, life: int) -> int:
-    """Return the least memory-time of a stage, of which part is freed between its input and weight gradient."""
-    return problem.size[stage] * life - (problem.size[stage] - problem.held[stage]) * problem.weight_grad[stage]
 
 
 def _saving(problem: Problem, stage: int, life: int, name: str) -> tuple[int, int]:

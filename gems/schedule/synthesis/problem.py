@@ -117,30 +117,16 @@ def problem(
     grain = _grain([*chain, *weight_grad, *(lag for row in lags for lag in row)])
     size = sizes(costs.activation)
     return Problem(
-        name=name,
-        placement=placement,
-        num_micro_batches=num_micro_batches,
+        name=name, placement=placement, num_micro_batches=num_micro_batches,
         cap=sum(size) * num_micro_batches if cap is None else floor((cap + CAP_SLACK) * SIZES_PER_UNIT),
-        ticks_per_unit=ticks_per_unit,
-        grain=grain,
-        rank=tuple((*row, *row[::-1]) for row in placement.ranks),
-        time=(chain,) * placement.num_directions,
-        lag=lags,
-        weight_grad=weight_grad,
-        recompute=recompute,
-        copy=copy,
-        size=size,
-        held=sizes(costs.held_for_weights),
-        boundary=sizes(costs.boundary),
-        num_ranks=placement.num_ranks,
-        num_stages=placement.num_stages,
-        num_directions=placement.num_directions,
-        time_grains=(grains(chain),) * placement.num_directions,
-        lag_grains=tuple(map(grains, lags)),
-        weight_grains=grains(weight_grad),
-        recompute_grains=grains(recompute),
-        copy_grains=grains(copy),
-    )
+        ticks_per_unit=ticks_per_unit, grain=grain,
+        rank=tuple((*row, *row[::-1]) for row in placement.ranks), time=(chain,) * placement.num_directions, lag=lags,
+        weight_grad=weight_grad, recompute=recompute, copy=copy,
+        size=size, held=sizes(costs.held_for_weights), boundary=sizes(costs.boundary),
+        num_ranks=placement.num_ranks, num_stages=placement.num_stages, num_directions=placement.num_directions,
+        time_grains=(grains(chain),) * placement.num_directions, lag_grains=tuple(map(grains, lags)),
+        weight_grains=grains(weight_grad), recompute_grains=grains(recompute), copy_grains=grains(copy),
+    )  # fmt: skip
 
 
 def _ticks_per_unit(values: Iterable[float]) -> int:
