@@ -12,7 +12,8 @@ from gems.cli.framework import main
 from gems.profile import ModelProfile
 from gems.profile.spans import Spans
 
-WORDS = ["data=synthetic", "model=resnet20_v2", "machine=cpu", "data.height_px=16", "data.width_px=16"]
+NETWORK = ["model=resnet20_v2", "model.depth=11"]
+WORDS = ["data=synthetic", *NETWORK, "machine=cpu", "data.height_px=16", "data.width_px=16"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_the_table_has_a_row_a_layer_and_both_peaks(capsys: pytest.CaptureFixtur
     assert main("gems", VERBS, ["profile", *WORDS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(": 1 x 16 x 16 px, float32, fake on cpu")
-    assert [line.split()[0] for line in lines[2:5]] == ["stem", "stage1.block1", "stage1.block2"]
+    assert [line.split()[0] for line in lines[2:5]] == ["stem", "stage1.block1", "stage2.block1"]
     assert lines[-3].startswith("all ") and all("peak of the whole" in line for line in lines[-2:])
 
 

@@ -23,7 +23,7 @@ def test_a_script_prints_what_its_verb_prints(script: str, verb: str) -> None:
 
 
 def test_the_scaling_of_gems_is_a_study(tmp_path: Path) -> None:
-    shown = run("scripts.reproduce.gems", f"runs_dir={tmp_path}", "--dry-run")
+    shown = run("scripts.reproduce.gems", f"runs_dir={tmp_path}", "--dry-run", "model.depth=20")
     assert "model=resnet1001_v2" in shown and "parallel.replicas=128" in shown
 
 
