@@ -22,7 +22,7 @@ from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
-from gems.schedule.families.linear import gpipe
+from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule

@@ -26,7 +26,7 @@ from gems.memory.policies.recompute import recompute
 from gems.memory.policies.vdnn import vdnn_dyn
 from gems.partition.even import even
 from gems.profile.store import profile_of
-from gems.schedule.families.linear import one_f_one_b
+from gems.schedule.families.one_f_one_b import one_f_one_b
 from gems.schedule.registry import Request
 from scripts.bench.rig import Table, machine, parser, spread
 

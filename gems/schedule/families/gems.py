@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gems.schedule.action import backward, forward, input_gradient, weight_gradient
-from gems.schedule.families.timed import refuse_odd
+from gems.schedule.families.rows import refuse_odd
 from gems.schedule.placement import bidirectional
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule

@@ -1,14 +1,11 @@
-"""Two chunks a rank placed as a V: V-Min, V-Half, ZB-V and DualPipeV."""
+"""V-Half and V-Min: a building block on a V of two chunks a rank, repeated."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import product
 
-from gems.errors import ConfigError
-from gems.schedule.action import Action, backward, forward, input_gradient, weight_gradient
-from gems.schedule.families.timed import in_order_of_time
+from gems.schedule.action import Action, forward, input_gradient
+from gems.schedule.families.rows import in_order_of_time
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import v
 from gems.schedule.registry import Request, schedule_family
@@ -80,80 +77,3 @@ def _block(
             yield slot, stage, make
             slot += step
         slot += 1 - step + wait
-
-
-@schedule_family(
-    "zb_v", placement=v, stages_per_rank=2, siblings="v", peak_units=lambda s: min(s.n, s.p),
-    step_units=lambda s: s.work + (s.p - 1) * s.f / 2 if s.n >= s.p and s.is_even else None,
-)  # fmt: skip
-def zb_v(request: Request) -> Schedule:
-    """Build ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; V-ZB in Qi et al. 2024).
-
-    Holds P micro-batches of activations at most, as 1F1B; W fill what is left. With f = i = w no rank idles between its
-    first and its last action for N >= 2 P - 1, and the step takes N (f + i + w) + (P - 1) f / 2 for N >= P.
-    """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
-    rows = []
-    for rank in range(num_ranks):
-        below = num_ranks - rank
-        # forwards down until the first comes up, both until its gradient comes down, then the chunk at the tip of the V
-        # until its gradient is back, then all in turn
-        letters = "f" * (2 * below - 1) + "Ff" * rank + "FI" * below + "fiFI" * num_micro_batches
-        rows.append(_spell(letters, rank, num_ranks, num_micro_batches))
-    order = Schedule("zb_v", num_micro_batches, v(num_ranks), tuple(rows))
-    return place_weight_gradients(order, request.costs.stages(2 * num_ranks), 2 * num_ranks)
-
-
-@schedule_family(
-    "dualpipe_v", placement=v, stages_per_rank=2, peak_units=lambda s: s.p + 0.5,
-    step_units=lambda s: s.work + (s.p - 1) * s.f / 2 if s.n >= 2 * s.p and s.is_even else None,
-)  # fmt: skip
-def dualpipe_v(request: Request) -> Schedule:
-    """Build DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
-
-    In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the authors overlap
-    these two, here they follow each other. The backward is split where ranks would wait for it: while they warm up and
-    while they drain. Holds P + 1/2 micro-batches of activations on every rank.
-
-    Raises:
-        ConfigError: fewer micro-batches than 2 P.
-    """
-    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
-    if num_micro_batches < 2 * num_ranks:
-        raise ConfigError(
-            "parallel.micro_batches", num_micro_batches,
-            f"must be {2 * num_ranks} or more for dualpipe_v, twice parallel.partitions={num_ranks}",
-            "use more micro-batches, or schedule=zb_v",
-        )  # fmt: skip
-    rows = []
-    for rank in range(num_ranks):
-        below, above = num_ranks - 1 - rank, rank + 1
-        steady = num_micro_batches - num_ranks - below
-        ends = "".join(("Bb" if k < above else "Ii")[k % 2] for k in range(2 * above))
-        letters = "f" * (2 * below) + "fF" * above + "IwF" * below + "fBFb" * steady + "BFb" * below
-        rows.append(_spell(letters + ends + "wi" * below + "w" * above, rank, num_ranks, num_micro_batches))
-    return Schedule("dualpipe_v", num_micro_batches, v(num_ranks), tuple(rows))
-
-
-def _spell(letters: str, rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """Return a rank's actions: f b i of the chunk on the way down, F B I of the one on the way up, w of either.
-
-    Micro-batches past the last are left out; b and i count together, and w is the oldest weight gradient owed.
-    """
-    make = {"f": forward, "b": backward, "i": input_gradient}
-    next_of = dict.fromkeys(product((False, True), repeat=2), 0)
-    owed: deque[Action] = deque()
-    row = []
-    for letter in letters:
-        if letter == "w":
-            row.append(owed.popleft())
-            continue
-        kind, is_up = letter.lower(), letter.isupper()
-        m = next_of[kind == "f", is_up]
-        if m < num_micro_batches:
-            next_of[kind == "f", is_up] += 1
-            stage = 2 * num_ranks - 1 - rank if is_up else rank
-            row.append(make[kind](stage, m))
-            if kind == "i":
-                owed.append(weight_gradient(stage, m))
-    return tuple(row)

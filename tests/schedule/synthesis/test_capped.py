@@ -12,7 +12,8 @@ from gems.errors import ConfigError
 from gems.schedule.action import Kind
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.families.gems import gems_master
-from gems.schedule.families.linear import gpipe, one_f_one_b
+from gems.schedule.families.gpipe import gpipe
+from gems.schedule.families.one_f_one_b import one_f_one_b
 from gems.schedule.ledger import peaks
 from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate

@@ -1,4 +1,4 @@
-"""One stage a rank in one direction: layer parallelism, GPipe and 1F1B, which trade memory for time."""
+"""1F1B: one forward and one backward in turn; with a cap, in groups of so many micro-batches."""
 
 from __future__ import annotations
 
@@ -7,43 +7,11 @@ from math import ceil
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
-from gems.schedule.families.timed import in_order_of_time
+from gems.schedule.families.rows import in_order_of_time
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.placement import linear
 from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
-
-
-@schedule_family(
-    "layer_parallel", step_units=lambda s: s.p * s.work, peak_units=lambda s: 1.0, siblings="in_flight",
-    planned=None,  # 1F1B with a cap of 1 takes as long
-)  # fmt: skip
-def layer_parallel(request: Request) -> Schedule:
-    """Build the schedule in which a micro-batch goes down and back up before the next starts.
-
-    Takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020, GEMS-Basic).
-    """
-    rows = tuple(
-        tuple(make(stage, m) for m in range(request.num_micro_batches) for make in (forward, backward))
-        for stage in range(request.num_ranks)
-    )
-    return Schedule("layer_parallel", request.num_micro_batches, linear(request.num_ranks), rows)
-
-
-@schedule_family(
-    "gpipe", step_units=lambda s: s.work + (s.p - 1) * (s.f + s.b), peak_units=lambda s: s.n, siblings="in_flight",
-    planned=None,  # 1F1B takes as long with less memory
-)  # fmt: skip
-def gpipe(request: Request) -> Schedule:
-    """Build GPipe's schedule (Huang et al. 2019, section 2.3): all forwards, then all backwards.
-
-    Takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
-    """
-    rows = tuple(
-        tuple(make(stage, m) for make in (forward, backward) for m in range(request.num_micro_batches))
-        for stage in range(request.num_ranks)
-    )
-    return Schedule("gpipe", request.num_micro_batches, linear(request.num_ranks), rows)
 
 
 def _step_units(s: Terms) -> float | None:

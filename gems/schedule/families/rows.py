@@ -1,11 +1,13 @@
-"""What several families share: rows from the times of a paper's figure, and an even number of micro-batches."""
+"""What several families share: rows from the times of a paper's figure or from letters, and a check of counts."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from itertools import product
 
 from gems.errors import ConfigError
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import Action, Kind, backward, forward, input_gradient, weight_gradient
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
@@ -37,3 +39,27 @@ def refuse_odd(name: str, num_micro_batches: int, why: str) -> None:
             "parallel.micro_batches", num_micro_batches, f"must be even for {name}: {why}",
             f"use {num_micro_batches + 1}",
         )  # fmt: skip
+
+
+def from_letters(letters: str, rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """Return a rank's actions: f b i of the chunk on the way down, F B I of the one on the way up, w of either.
+
+    Micro-batches past the last are left out; b and i count together, and w is the oldest weight gradient owed.
+    """
+    make = {"f": forward, "b": backward, "i": input_gradient}
+    next_of = dict.fromkeys(product((False, True), repeat=2), 0)
+    owed: deque[Action] = deque()
+    row = []
+    for letter in letters:
+        if letter == "w":
+            row.append(owed.popleft())
+            continue
+        kind, is_up = letter.lower(), letter.isupper()
+        m = next_of[kind == "f", is_up]
+        if m < num_micro_batches:
+            next_of[kind == "f", is_up] += 1
+            stage = 2 * num_ranks - 1 - rank if is_up else rank
+            row.append(make[kind](stage, m))
+            if kind == "i":
+                owed.append(weight_gradient(stage, m))
+    return tuple(row)
