@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from gems.cli.answers import case_facts, draw, picture_path
 from gems.cli.framework import Options, print_json
-from gems.cli.pictures import check_picture, draw
 from gems.config.constraints import check_memory
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
@@ -19,11 +17,18 @@ from gems.memory.registry import POLICIES, plan_of
 from gems.runs.run_plan import plan_policies
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.memory_case import with_replicas
+from gems.utils.tables import table
 from gems.utils.units import MIB, counted
 
-COMPARE = "--compare"
+POLICY_COLUMNS = {
+    "policy": "", "peak [MiB]": ".1f", "host [MiB]": ".1f", "saved [%]": ".1f", "step [ms]": ".3f",
+    "overhead [%]": ".1f", "fits": "",
+}  # fmt: skip
+SEGMENT_COLUMNS = {
+    "stage": "d", "layers": "", "choice": "", "kept [MiB]": ".2f",
+    **{f"{name} [ms]": ".3f" for name in ("out", "back", "hidden", "exposed", "again")},
+}  # fmt: skip
 _POSTED = COPY_KINDS | SEND_KINDS | RECV_KINDS
-PICTURE = "--picture"
 
 
 def show_memory(spec: RunSpec, options: Options) -> int:
@@ -32,19 +37,32 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     Policies that need a limit are left out of a comparison where none is given, and those that cannot keep it are named
     with the reason.
     """
-    is_comparison = COMPARE in options.flags
-    picture = options.chosen.get(PICTURE)
-    if picture is not None:
-        check_picture(Path(picture))
+    is_comparison = "--compare" in options.flags
+    picture = picture_path(options)
     case = plan_policies(spec)
     names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
     keeping = with_replicas(spec, case, case.kept)
-    outcomes, refused = _outcomes(spec, case, keeping, names)
+    outcomes: list[PlanOutcome] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        memory = replace(spec.memory, name=name)
+        try:
+            check_memory(replace(spec, memory=memory))
+            is_kept = name == "keep"
+            outcomes.append(keeping if is_kept else with_replicas(spec, case, case.outcome(plan_of(memory, case))))
+        except (ConfigError, DoesNotFitError) as error:
+            if not is_comparison:
+                raise
+            refused[name] = str(error)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
     entries.sort(key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"])))
-    answer = _facts(spec, case) | {"choices": entries, "refused": refused}
+    answer = case_facts(case.profile, case.schedule) | {
+        "limit_bytes": case.limit_bytes, "d2h_bytes_per_s": case.d2h_bytes_per_s,
+        "h2d_bytes_per_s": case.h2d_bytes_per_s, "boundaries": list(case.boundaries), "choices": entries,
+        "refused": refused,
+    }  # fmt: skip
     if picture is not None:
-        answer["picture"] = draw("memory", {**answer, "curves": [_curve(each) for each in outcomes]}, Path(picture))
+        answer["picture"] = draw("memory", {**answer, "curves": [_curve(each) for each in outcomes]}, picture)
     if options.json:
         print_json(answer)
         return 0
@@ -54,53 +72,20 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _outcomes(
-    spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, names: Sequence[str]
-) -> tuple[list[PlanOutcome], dict[str, str]]:
-    found, refused = [], {}
-    for name in names:
-        memory = replace(spec.memory, name=name)
-        try:
-            check_memory(replace(spec, memory=memory))
-            is_kept = name == "keep"
-            found.append(keeping if is_kept else with_replicas(spec, case, case.outcome(plan_of(memory, case))))
-        except (ConfigError, DoesNotFitError) as error:
-            if len(names) == 1:
-                raise
-            refused[name] = str(error)
-    return found, refused
-
-
-def _facts(spec: RunSpec, case: MemoryCase) -> dict[str, Any]:
-    profile = case.profile
-    return {
-        "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
-        "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
-        "profile_device": profile.device, "schedule": case.schedule.name, "partitions": case.schedule.num_ranks,
-        "micro_batches": case.schedule.num_micro_batches, "limit_bytes": case.limit_bytes,
-        "d2h_bytes_per_s": case.d2h_bytes_per_s, "h2d_bytes_per_s": case.h2d_bytes_per_s,
-        "boundaries": list(case.boundaries),
-    }  # fmt: skip
-
-
 def _entry(spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, outcome: PlanOutcome) -> dict[str, Any]:
     """Return one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
-        "policy": outcome.plan.policy,
-        "step_s": outcome.step_s,
+        "policy": outcome.plan.policy, "step_s": outcome.step_s,
         "images_per_s": global_batch(spec) / outcome.step_s if outcome.step_s else None,
         "overhead": round(outcome.step_s / keeping.step_s - 1.0, 9) + 0.0 if keeping.step_s else None,
-        "peak_bytes": peaks,
-        "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
-        "host_bytes": list(outcome.host_bytes),
-        "saved": 1.0 - held / kept if kept else 0.0,
+        "peak_bytes": peaks, "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
+        "host_bytes": list(outcome.host_bytes), "saved": 1.0 - held / kept if kept else 0.0,
         "fits": case.limit_bytes is None or max(peaks) <= case.limit_bytes,
-        "counters": dict(outcome.plan.counters or {}),
-        "segments": _segments(case, outcome),
-    }
+        "counters": dict(outcome.plan.counters or {}), "segments": _segments(case, outcome),
+    }  # fmt: skip
 
 
 def _segments(case: MemoryCase, outcome: PlanOutcome) -> list[dict[str, Any]]:
@@ -148,43 +133,32 @@ def _head(answer: dict[str, Any]) -> str:
 
 
 def _comparison(answer: dict[str, Any]) -> str:
-    lines = [
-        _head(answer),
-        f"{'policy':<12}{'peak MiB':>10}{'host MiB':>10}{'saved %':>9}{'step ms':>11}{'overhead %':>12}  fits",
-    ]
-    for entry in answer["choices"]:
-        lines.append(
-            f"{entry['policy']:<12}{max(entry['peak_bytes']) / MIB:>10.1f}{max(entry['host_bytes']) / MIB:>10.1f}"
-            f"{100 * entry['saved']:>9.1f}{entry['step_s'] * 1e3:>11.3f}{100 * (entry['overhead'] or 0.0):>12.1f}  "
-            f"{'yes' if entry['fits'] else 'no'}"
+    rows = [
+        (
+            each["policy"], max(each["peak_bytes"]) / MIB, max(each["host_bytes"]) / MIB, 100 * each["saved"],
+            each["step_s"] * 1e3, 100 * (each["overhead"] or 0.0), "yes" if each["fits"] else "no",
         )
-    lines += [f"{name}: {why}" for name, why in answer["refused"].items()]
-    return "\n".join(lines)
+        for each in answer["choices"]
+    ]  # fmt: skip
+    lines = [table(POLICY_COLUMNS, rows, title=_head(answer))]
+    return "\n".join([*lines, *(f"{name}: {why}" for name, why in answer["refused"].items())])
 
 
 def _table(answer: dict[str, Any]) -> str:
     (entry,) = answer["choices"]
-    width = max(24, *(len(row["layers"]) for row in entry["segments"]))
+    rows = []
+    for row in entry["segments"]:
+        times_s: list[float | None] = [None] * 4
+        if row["choice"] == Choice.OFFLOAD.value and row["out_s"] is not None:
+            exposed_s = row["exposed_s"]
+            times_s = [row["out_s"], row["back_s"], max(0.0, row["copy_s"] - exposed_s), exposed_s]
+        times_ms = [None if time_s is None else 1e3 * time_s for time_s in (*times_s, row["again_s"] or None)]
+        rows.append((row["stage"], row["layers"], row["choice"], row["kept_bytes"] / MIB, *times_ms))
     lines = [
         _head(answer),
         f"{entry['policy']}: peak {max(entry['peak_bytes']) / MIB:.1f} MiB, "
         f"host {max(entry['host_bytes']) / MIB:.1f} MiB, {100 * entry['saved']:.1f} % of activations saved, "
         f"step {entry['step_s'] * 1e3:.3f} ms ({100 * (entry['overhead'] or 0.0):+.1f} % over keep)",
-        f"{'stage':>5} {'layers':<{width}} {'choice':<10}{'MiB':>9}{'out ms':>10}{'back ms':>10}"
-        f"{'hidden ms':>11}{'exposed ms':>11}{'again ms':>10}",
+        table(SEGMENT_COLUMNS, rows),
     ]
-    for row in entry["segments"]:
-        is_moved = row["choice"] == Choice.OFFLOAD.value and row["out_s"] is not None
-        times = [
-            f"{row['out_s'] * 1e3:>10.3f}{row['back_s'] * 1e3:>10.3f}" if is_moved else f"{'-':>10}{'-':>10}",
-            f"{max(0.0, row['copy_s'] - row['exposed_s']) * 1e3:>11.3f}{row['exposed_s'] * 1e3:>11.3f}"
-            if is_moved
-            else f"{'-':>11}{'-':>11}",
-            f"{row['again_s'] * 1e3:>10.3f}" if row["again_s"] else f"{'-':>10}",
-        ]  # fmt: skip
-        lines.append(
-            f"{row['stage']:>5} {row['layers']:<{width}} {row['choice']:<10}{row['kept_bytes'] / MIB:>9.2f}"
-            + "".join(times)
-        )
-    lines += [f"{name}: {value}" for name, value in entry["counters"].items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name}: {value}" for name, value in entry["counters"].items())])

@@ -1,69 +1,61 @@
-"""Show how `gems partition` partitions the configured model, and what each rank then holds.
-
-This is for one method or for all.
-"""
+"""`gems partition`: where each method cuts the configured model, what ranks then hold, or the largest that trains."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from gems.cli.answers import case_facts, draw, picture_path
 from gems.cli.framework import Options, print_json
-from gems.cli.pictures import check_picture, draw
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
-from gems.partition.methods import PartitionCase, partition_case, partition_model
+from gems.partition.max_model_size import max_model_sizes
+from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
-from gems.utils.units import MIB
+from gems.utils.tables import table
+from gems.utils.units import GIB, MIB
+
+PEERS = ("torchgpipe_size", "torchgpipe_time")
 
 
 def show_partition(spec: RunSpec, options: Options) -> int:
     """Print the cut of a resolved run, all methods side by side, or the largest model that each can train."""
     if "--largest" in options.chosen:
-        from gems.cli.max_model import show_largest
-
-        return show_largest(spec, options)
+        return _show_largest(spec, options.chosen["--largest"], options.json)
     if spec.partition.objective == "auto":
         spec = replace(spec, partition=replace(spec.partition, objective="peak_bytes"))
     is_comparison = "--compare" in options.flags
-    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison and not options.json else None)
-    if picture is not None:
-        check_picture(Path(picture))
+    picture = picture_path(options, "partition.png" if is_comparison and not options.json else None)
     schedule = lowered_schedule(spec)
     case = partition_case(spec, schedule)
     network = network_in_seconds(spec)
     if is_comparison:
         evaluated = compare(case, spec.partition.objective, spec.partition.budget_s, network)
     else:
-        found = partition_model(spec, schedule)
-        evaluated = [evaluate(case, found, network)]
-    answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
+        evaluated = [evaluate(case, partition_model(spec, schedule), network)]
     entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
-    answer |= {"methods": entries} if is_comparison else entries[0]
-    if options.json:
-        if picture is not None:
-            answer["picture"] = _draw(answer, case, Path(picture))
-        print_json(answer)
-        return 0
-    print(_table(answer, entries))
-    if picture is not None:
-        print(f"picture: {_draw(answer, case, Path(picture))}")
-    return 0
-
-
-def _facts(spec: RunSpec, case: PartitionCase) -> dict[str, Any]:
-    profile = case.profile
-    return {
-        "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
-        "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
-        "profile_device": profile.device, "schedule": case.schedule.name, "partitions": case.schedule.num_ranks,
-        "stages": case.num_stages, "layers": profile.num_layers, "micro_batches": case.schedule.num_micro_batches,
-        "objective": spec.partition.objective, "limit_bytes": case.limit_bytes,
+    answer = case_facts(case.profile, case.schedule) | {
+        "stages": case.num_stages, "layers": case.profile.num_layers, "objective": spec.partition.objective,
+        "limit_bytes": case.limit_bytes, **({"methods": entries} if is_comparison else entries[0]),
     }  # fmt: skip
+    if not options.json:
+        print(_table(answer, entries))
+    if picture is not None:
+        layers = [
+            {"name": each.name, "time_s": each.time_s, "param_bytes": each.param_bytes, "stash_bytes": each.kept_bytes}
+            for each in case.profile.layers
+        ]
+        drawn = {**answer, "methods": entries, "drawn_layers": layers}
+        answer["picture"] = draw("partition", drawn, picture)
+    if options.json:
+        print_json(answer)
+    elif picture is not None:
+        print(f"picture: {answer['picture']}")
+    return 0
 
 
 def _entry(
@@ -73,24 +65,18 @@ def _entry(
 
     `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
     """
-    found = evaluated.partition
+    found, step_s = evaluated.partition, evaluated.step_s
     is_exact = found.method == "exact"
     return {
-        "method": found.method,
-        "boundaries": list(found.boundaries),
-        "layers_per_stage": list(evaluated.layers_per_stage),
-        "peak_bytes": list(evaluated.peak_bytes),
-        "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
-        "step_s": evaluated.step_s,
-        "images_per_s": global_batch(spec) / evaluated.step_s if evaluated.step_s else None,
-        "optimal": found.is_optimal,
-        "bound": found.bound if is_exact else None,
-        "gap": found.gap if is_exact else None,
-        "solve_s": found.solve_s,
+        "method": found.method, "boundaries": list(found.boundaries),
+        "layers_per_stage": list(evaluated.layers_per_stage), "peak_bytes": list(evaluated.peak_bytes),
+        "reserved_bytes": list(case.reserved_bytes(found.boundaries)), "step_s": step_s,
+        "images_per_s": global_batch(spec) / step_s if step_s else None, "optimal": found.is_optimal,
+        "bound": found.bound if is_exact else None, "gap": found.gap if is_exact else None, "solve_s": found.solve_s,
         "peak_ratio": max(evaluated.peak_bytes) / max(1, max(ours.peak_bytes)),
-        "time_ratio": evaluated.step_s / ours.step_s if ours.step_s else None,
+        "time_ratio": step_s / ours.step_s if ours.step_s else None,
         **({"facts": found.facts} if found.facts else {}),
-    }
+    }  # fmt: skip
 
 
 def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
@@ -99,39 +85,83 @@ def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
         f"{answer['stages']} stages on {answer['partitions']} ranks, {answer['schedule']}: predicted "
         f"({answer['profile_source']} profile, {answer['profile_device']})"
     )
-    lines = [
-        head,
-        f"{'method':<16}{'peak MiB':>10}{'ratio':>7}{'reserved':>10}{'step ms':>10}{'ratio':>7}{'solved s':>9}  proof",
-    ]
-    for entry in entries:
-        ratio = "-" if entry["time_ratio"] is None else f"{entry['time_ratio']:.2f}"
-        lines.append(
-            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}"
-            f"{max(entry['reserved_bytes']) / MIB:>10.1f}"
-            f"{entry['step_s'] * 1e3:>10.2f}{ratio:>7}{entry['solve_s']:>9.2f}  {_proof(entry)}"
+    columns = {
+        "method": "", "peak [MiB]": ".1f", "peak ratio": ".2f", "reserved [MiB]": ".1f", "step [ms]": ".2f",
+        "step ratio": ".2f", "solved [s]": ".2f", "proof": "",
+    }  # fmt: skip
+    rows = [
+        (
+            each["method"], max(each["peak_bytes"]) / MIB, each["peak_ratio"], max(each["reserved_bytes"]) / MIB,
+            each["step_s"] * 1e3, each["time_ratio"], each["solve_s"], _proof(each),
         )
-    for entry in entries:
+        for each in entries
+    ]  # fmt: skip
+    lines = [table(columns, rows, title=head)]
+    for each in entries:
         lines += [
-            f"{entry['method']}: layers a stage {' '.join(map(str, entry['layers_per_stage']))}",
-            f"{'':<{len(entry['method'])}}  MiB a rank {' '.join(f'{p / MIB:.1f}' for p in entry['peak_bytes'])}",
+            f"{each['method']}: layers a stage {' '.join(map(str, each['layers_per_stage']))}",
+            f"{'':<{len(each['method'])}}  MiB a rank {' '.join(f'{p / MIB:.1f}' for p in each['peak_bytes'])}",
         ]
     return "\n".join(lines)
 
 
-def _proof(entry: dict[str, Any]) -> str:
+def _proof(entry: dict[str, Any]) -> str | None:
     if entry["method"] == PLAIN:
         return "least for plain pipelines"
     if entry["optimal"]:
         return "optimal"
-    return "-" if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
+    return None if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
 
 
-def _draw(answer: dict[str, Any], case: PartitionCase, path: Path) -> str:
-    """Let the analysis draw the answer, and gives the picture's path."""
-    layers = [
-        {"name": layer.name, "time_s": layer.time_s, "param_bytes": layer.param_bytes,
-         "stash_bytes": layer.kept_bytes}
-        for layer in case.profile.layers
+def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
+    """Print, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
+    from gems.profile.store import profile_of
+
+    schedule = lowered_schedule(spec)
+
+    def case_of(changed: RunSpec) -> PartitionCase:
+        print(".", end="", file=sys.stderr, flush=True)
+        return partition_case(changed, schedule, profile_of(changed))
+
+    found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
+    print(file=sys.stderr)
+    ours = found[0]
+    answer: dict[str, Any] = {
+        "source": "predicted", "model": spec.model.name, "axis": axis, "schedule": spec.schedule.name,
+        "partitions": spec.parallel.partitions, "limit_bytes": spec.machine.device_bytes,
+        "methods": [
+            {"method": each.method, axis: each.value, "num_parameters": each.num_parameters,
+             "peak_bytes": each.peak_bytes}
+            for each in found
+        ],
+        "parameters_over": {
+            each.method: {
+                "parameters": round(ours.num_parameters / each.num_parameters, 3) if each.num_parameters else None,
+                "value": round(ours.value / each.value, 3) if each.value else None,
+            }
+            for each in found
+            if each.method in PEERS
+        },
+    }  # fmt: skip
+    if as_json:
+        print_json(answer)
+        return 0
+    rows = [
+        (
+            each.method, each.value, each.num_parameters, each.peak_bytes / GIB,
+            each.value / ours.value if ours.value else None,
+            each.num_parameters / ours.num_parameters if ours.num_parameters else None,
+        )
+        for each in found
     ]  # fmt: skip
-    methods = answer.get("methods") or [answer]
-    return draw("partition", {**answer, "methods": methods, "drawn_layers": layers}, path)
+    columns = {
+        "method": "", axis: "d", "parameters": "d", "peak [GiB]": ".2f", "value/ours": ".3f", "params/ours": ".3f"
+    }  # fmt: skip
+    head = (
+        f"{spec.model.name}, {spec.schedule.name} on {spec.parallel.partitions} ranks of "
+        f"{(spec.machine.device_bytes or 0) / GIB:.2f} GiB: the largest that trains (predicted)"
+    )
+    print(table(columns, rows, title=head))
+    for peer, ratio in answer["parameters_over"].items():
+        print(f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the {axis}")
+    return 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from gems.cli.answers import draw, picture_path
 from gems.cli.framework import Options, print_json
-from gems.cli.pictures import check_picture, draw
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import title_of
@@ -15,34 +13,33 @@ from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
 from gems.simulation.costs import network_in_seconds
+from gems.utils.tables import table
 from gems.utils.units import MIB
 
 MAX_DEVICES = 64
 # Pal et al. 2019 (arXiv 1907.13257), DGX-1 with V100: recalled, not read again from the paper.
 PUBLISHED = {("inception_v3", 2): 1.32}
+COLUMNS = {
+    "operator": "", "device": "d", "F from [ms]": ".3f", "F takes [ms]": ".3f", "B from [ms]": ".3f",
+    "B takes [ms]": ".3f", "holds [MiB]": ".1f",
+}  # fmt: skip
 
 
 def show_dlplacer(spec: RunSpec, options: Options) -> int:
     """Print a resolved run's placement on --devices: a row an operator, the speed-up over one device, bound and gap."""
-    num_devices = _devices(options.chosen.get("--devices", "2"))
-    picture = options.chosen.get("--picture")
-    if picture is not None:
-        check_picture(Path(picture))
-    found = placement_of(spec, num_devices, network_in_seconds(spec), options.chosen.get("--method", "auto"))
+    word = options.chosen.get("--devices", "2")
+    if not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
+        raise ConfigError("--devices", word, f"must be a whole number from 1 to {MAX_DEVICES}")
+    picture = picture_path(options)
+    found = placement_of(spec, int(word), network_in_seconds(spec), options.chosen.get("--method", "auto"))
     answer = _answer(spec, found)
     if picture is not None:
-        answer["picture"] = draw("placement", answer, Path(picture))
+        answer["picture"] = draw("placement", answer, picture)
     if options.json:
         print_json(answer)
     else:
-        print("\n".join(_table(answer)))
+        print(_table(answer))
     return 0
-
-
-def _devices(word: str) -> int:
-    if not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
-        raise ConfigError("--devices", word, f"must be a whole number from 1 to {MAX_DEVICES}")
-    return int(word)
 
 
 def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
@@ -79,37 +76,37 @@ def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table(answer: dict[str, Any]) -> Sequence[str]:
+def _table(answer: dict[str, Any]) -> str:
     rate = answer["link_bytes_per_s"]
     links = "links that take no time (machine.link_bytes_per_s is not given)"
     if rate is not None:
         links = f"links of {rate / 1e9:g} GB/s and {answer['link_latency_s'] * 1e6:g} us"
-    width = max(8, *(len(row["operator"]) for row in answer["placement"]))
-    lines = [
+    head = (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, "
         f"micro-batch {answer['micro_batch_size']}, {answer['operators']} operators in {answer['pieces']} pieces "
-        f"on {answer['devices']} x {answer['machine']}, {links}: predicted",
-        f"{'operator':<{width}}{'device':>7}{'F from ms':>11}{'takes':>9}"
-        f"{'B from ms':>11}{'takes':>9}{'holds MiB':>11}",
-    ]
-    for row in answer["placement"]:
-        lines.append(
-            f"{row['operator']:<{width}}{row['device']:>7}{row['forward_start_s'] * 1e3:>11.3f}"
-            f"{row['forward_s'] * 1e3:>9.3f}{row['backward_start_s'] * 1e3:>11.3f}"
-            f"{row['backward_s'] * 1e3:>9.3f}{row['held_bytes'] / MIB:>11.1f}"
+        f"on {answer['devices']} x {answer['machine']}, {links}: predicted"
+    )
+    rows = [
+        (
+            row["operator"], row["device"], row["forward_start_s"] * 1e3, row["forward_s"] * 1e3,
+            row["backward_start_s"] * 1e3, row["backward_s"] * 1e3, row["held_bytes"] / MIB,
         )
+        for row in answer["placement"]
+    ]  # fmt: skip
+    busy = " ".join(f"{1e3 * busy_s:.2f}" for busy_s in answer["busy_s"])
+    held = " ".join(f"{held_bytes / MIB:.0f}" for held_bytes in answer["held_bytes"])
     proof = "optimal" if answer["optimal"] else f"at most {100 * answer['gap']:.2f} % above the shortest"
-    lines += [
-        "busy ms a device " + " ".join(f"{1e3 * busy:.2f}" for busy in answer["busy_s"])
-        + ", holds MiB " + " ".join(f"{held / MIB:.0f}" for held in answer["held_bytes"])
-        + f", {answer['messages']} messages of {answer['moved_bytes'] / MIB:.1f} MiB in all",
+    lines = [
+        table(COLUMNS, rows, title=head),
+        f"busy ms a device {busy}, holds MiB {held}, {answer['messages']} messages of "
+        f"{answer['moved_bytes'] / MIB:.1f} MiB in all",
         f"step {answer['step_s'] * 1e3:.3f} ms, one device {answer['one_device_s'] * 1e3:.3f} ms: "
         f"speed-up {answer['speed_up']:.3f} "
         f"(min of devices and work over critical path: {answer['closed_form_speed_up']:.3f})",
         f"{proof}: bound {answer['bound_s'] * 1e3:.3f} ms, by {answer['method']} in {answer['solve_s']:.1f} s",
-    ]  # fmt: skip
+    ]
     if answer["pieces"] == answer["operators"]:
         lines.append("a chain without branches: more devices gain nothing")
     if answer["published_speed_up"] is not None:
         lines.append(f"published speed-up {answer['published_speed_up']} ({answer['published_is']})")
-    return lines
+    return "\n".join(lines)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.profile import LayerProfile, ModelProfile
+from gems.profile import ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.store import profile_of, read_document
+from gems.utils.tables import Cell, table
 from gems.utils.units import format_bytes
 
-_HEAD = (
-    f"{'layer':<24}{'kind':<12}{'F ms':>10}{'I ms':>10}{'W ms':>10}{'params MB':>11}{'stash MB':>11}"
-    f"{'output MB':>11}{'workspace MB':>14}"
-)
-_MEGA = 1e6
+COLUMNS = {
+    "layer": "", "kind": "", "F [ms]": ".3f", "I [ms]": ".3f", "W [ms]": ".3f", "params [MB]": ".2f",
+    "stash [MB]": ".2f", "output [MB]": ".2f", "workspace [MB]": ".2f",
+}  # fmt: skip
 
 
 def show_profile(spec: RunSpec, options: Options) -> int:
@@ -40,7 +40,7 @@ def show_profile(spec: RunSpec, options: Options) -> int:
         peaks = {"peak_bytes": profile.facts.get("peak_bytes", composed), "composed_peak_bytes": composed}
         print_json({**profile.to_json(), **peaks, **_totals(profile)})
         return 0
-    print("\n".join(table(profile)))
+    print(_table(profile))
     return 0
 
 
@@ -85,36 +85,34 @@ def whole_peak_bytes(profile: ModelProfile) -> int:
     return int(2 * spans.params[0, end] + spans.buffers[0, end] + profile.input_bytes + moving)
 
 
-def table(profile: ModelProfile) -> Iterator[str]:
-    """Yield the lines of the table: a row a layer, their sums, the peaks of the whole."""
-    yield (
+def _table(profile: ModelProfile) -> str:
+    head = (
         f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px} px, {profile.dtype}, "
         f"{profile.source} on {profile.device}"
     )
-    yield _HEAD
-    for layer in profile.layers:
-        yield _row(layer)
-    totals = _totals(profile)
-    yield (
-        f"{'all':<36}{1e3 * totals['forward_s']:>10.3f}{1e3 * totals['input_grad_s']:>10.3f}"
-        f"{1e3 * totals['weight_grad_s']:>10.3f}{totals['param_bytes'] / _MEGA:>11.2f}"
-        f"{totals['stash_bytes'] / _MEGA:>11.2f}"
-    )
-    yield f"peak of the whole on one device: {format_bytes(whole_peak_bytes(profile))}, summed up from the layers"
-    if "peak_bytes" in profile.facts:
-        yield (
-            f"peak of the whole on one device: {format_bytes(profile.facts['peak_bytes'])}, "
-            "of the unsplit model under torch's tracker"
+    rows = [
+        _row(
+            layer.name[:23], layer.kind[:11], (layer.forward_s, layer.input_grad_s, layer.weight_grad_s),
+            (layer.param_bytes, layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later),
+             layer.output_bytes, layer.workspace_bytes),
         )
+        for layer in profile.layers
+    ]  # fmt: skip
+    totals = _totals(profile)
+    times_s = (totals["forward_s"], totals["input_grad_s"], totals["weight_grad_s"])
+    rows.append((*_row("all", "", times_s, (totals["param_bytes"], totals["stash_bytes"])), "", ""))
+    peak = "peak of the whole on one device:"
+    lines = [
+        table(COLUMNS, rows, title=head),
+        f"{peak} {format_bytes(whole_peak_bytes(profile))}, summed up from the layers",
+    ]
+    if "peak_bytes" in profile.facts:
+        lines.append(f"{peak} {format_bytes(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker")
+    return "\n".join(lines)
 
 
-def _row(layer: LayerProfile) -> str:
-    made = layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later)
-    return (
-        f"{layer.name[:23]:<24}{layer.kind[:11]:<12}{1e3 * layer.forward_s:>10.3f}{1e3 * layer.input_grad_s:>10.3f}"
-        f"{1e3 * layer.weight_grad_s:>10.3f}{layer.param_bytes / _MEGA:>11.2f}{made / _MEGA:>11.2f}"
-        f"{layer.output_bytes / _MEGA:>11.2f}{layer.workspace_bytes / _MEGA:>14.2f}"
-    )
+def _row(name: str, kind: str, times_s: Iterable[float], sizes_bytes: Iterable[float]) -> tuple[Cell, ...]:
+    return name, kind, *(1e3 * time_s for time_s in times_s), *(size / 1e6 for size in sizes_bytes)
 
 
 def _totals(profile: ModelProfile) -> dict[str, float]:

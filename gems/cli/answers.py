@@ -1,0 +1,65 @@
+"""What the answers of several verbs share: the facts of a case, and pictures.
+
+The analysis draws in a process of its own, so that no verb loads matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gems
+from gems.cli.framework import Options
+from gems.errors import ConfigError, one_of
+from gems.profile import ModelProfile
+from gems.schedule.schedule import Schedule
+
+LIMIT_S = 120
+PICTURES = (".png", ".pdf", ".svg")
+ROOT = Path(gems.__file__).resolve().parents[1]
+
+
+def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
+    """Return what a prediction is about: a profile's model and a schedule."""
+    return {
+        "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
+        "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
+        "profile_device": profile.device, "schedule": schedule.name, "partitions": schedule.num_ranks,
+        "micro_batches": schedule.num_micro_batches,
+    }  # fmt: skip
+
+
+def picture_path(options: Options, default: str | None = None) -> Path | None:
+    """Return the path of --picture, before the work is done.
+
+    Raises:
+        ConfigError: a picture that could not be written: another suffix, or no such folder.
+    """
+    name = options.chosen.get("--picture", default)
+    if name is None:
+        return None
+    path = Path(name)
+    if path.suffix not in PICTURES:
+        raise ConfigError("--picture", path, one_of(PICTURES))
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--picture", path, "its folder does not exist", "make the folder first")
+    return path
+
+
+def draw(verb: str, answer: Mapping[str, Any], path: Path) -> str:
+    """Have `python -m analysis VERB` draw an answer, and return the picture's path."""
+    with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
+        document = Path(scratch) / f"{verb}.json"
+        document.write_text(json.dumps(answer))
+        argv = [sys.executable, "-m", "analysis", verb, str(document), "--out", str(path.absolute())]
+        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        subprocess.run(
+            argv, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": search}
+        )
+    return str(path)
