@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from analysis.attribution.graph import Graph, build_graph, schedule_from
+from analysis.attribution.graph import Graph, Times, build_graph, replay, schedule_from
 from analysis.attribution.measured import Measured, measure
-from analysis.attribution.replay import Times, replay
 from analysis.attribution.stage_times import USEFUL, balanced, undisturbed_times
 from analysis.metrics.events import ranks_written
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.schedule.ledger import BRINGING_KINDS
 from gems.trace import Trace
+from gems.utils.tables import table
+from gems.utils.units import counted, time_unit
 
 CAUSES = (
     "bubble", "imbalance", "point_to_point", "all_reduce", "memory", "recompute", "input", "host", "noise",
 )  # fmt: skip
+COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
+LABELS = {cause: {"point_to_point": "point-to-point", "all_reduce": "all-reduce"}.get(cause, cause) for cause in CAUSES}
 # A cause that is removed first is also charged with its interactions with those removed later.
 ORDER = (
     "noise", "input", "host", "memory", "recompute", "all_reduce", "point_to_point", "imbalance", "bubble",
@@ -180,3 +184,53 @@ def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: f
         "noise": summed(of_kinds(*COMPUTE_KINDS), times.work_s - undisturbed),
     }
     return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}
+
+
+def attribution_dict(found: Attribution) -> dict[str, Any]:
+    """Return an attribution as plain data: seconds of a step for the run, and lists of them by rank."""
+    return {
+        **{name: getattr(found, name) for name in ("source", "num_steps", "step_s", "ideal_s", "efficiency")},
+        "causes_s": found.run_s, "rank_causes_s": found.causes_s, "rank_own_s": found.own_s,
+        "residual_s": found.residual_s, "pace": found.times_from,
+    }  # fmt: skip
+
+
+def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
+    """Return a row for each part of the step, in time and percent of it, and if asked for one for each rank."""
+    unit = time_unit([found.step_s])
+    parts = {"ideal": found.ideal_s} | {LABELS[cause]: time_s for cause, time_s in found.run_s.items()}
+    parts["step"] = found.step_s
+    rows = [(name, time_s / unit.size, _percent(time_s, found)) for name, time_s in parts.items()]
+    head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed times from {found.times_from}"
+    shown = table({"": "", f"time [{unit.name}]": ".3f", "of the step [%]": ".2f"}, rows, title=head, indent=2)
+    if not with_ranks:
+        return shown
+    shares = {cause: [_percent(time_s, found) for time_s in found.causes_s[cause]] for cause in CAUSES}
+    used = {LABELS[cause]: of_ranks for cause, of_ranks in shares.items() if any(map(abs, of_ranks))}
+    ideal, of_ranks = _percent(found.ideal_s, found), zip(*used.values(), strict=True)
+    by_rank = [(rank, ideal, *shares_of_rank) for rank, shares_of_rank in enumerate(of_ranks)]
+    columns = {"rank": "d", "ideal": ".2f"} | dict.fromkeys(used, ".2f")
+    return f"{shown}\n\n{table(columns, by_rank, title='% of the step', indent=2)}"
+
+
+def largest_line(found: Attribution, count: int = 3) -> str:
+    """Return the largest causes in one line: `bubble 27.3, host 1.2`."""
+    parts = [f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
+    return ", ".join(parts) or "nothing"
+
+
+def attribution_rows(found: Attribution) -> list[dict[str, object]]:
+    """Return a row for each part of the step, for the run (rank empty) and for each rank."""
+    rows: list[tuple[object, ...]] = [("", "ideal", found.ideal_s, found.efficiency, found.ideal_s)]
+    for rank in (None, *range(len(found.causes_s[CAUSES[0]]))):
+        for cause in CAUSES:
+            own = found.own_s[cause]
+            time_s = found.run_s[cause] if rank is None else found.causes_s[cause][rank]
+            own_s = float(np.mean(own)) if rank is None else own[rank]
+            rows.append(("" if rank is None else rank, cause, time_s, time_s / found.step_s, own_s))
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def _percent(time_s: float, found: Attribution) -> float:
+    share = 100 * time_s / found.step_s if found.step_s else 0.0
+    return 0.0 if abs(share) < 0.005 else share

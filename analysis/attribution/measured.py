@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.attribution.graph import Graph
-from analysis.attribution.replay import Times, ready_times, start_table
+from analysis.attribution.graph import Graph, Times, ready_times, start_table
 from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import step_times_s
 from gems.errors import ConfigError

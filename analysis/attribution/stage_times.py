@@ -59,8 +59,7 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
     None without a measured profile: a predicted one cannot distinguish a slow rank from a layer that it misjudges.
     """
     times, cuts = trace.layer_times, trace.boundaries
-    num_stages = graph.schedule.num_stages
-    if times is None or times.source != "measured" or len(cuts) != num_stages + 1:
+    if times is None or times.source != "measured" or len(cuts) != graph.schedule.num_stages + 1:
         return None
     if cuts[-1] != len(times.forward_s):
         return None
@@ -89,16 +88,14 @@ def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
     found = np.zeros_like(times_s)
     for kind in USEFUL:
         places = graph.of_kinds(kind)
-        if not len(places):
-            continue
-        parts: dict[int, dict[int | None, float]] = {}
+        segments: dict[int, dict[int | None, float]] = {}
         for place in places:
             action = graph.actions[place]
-            parts.setdefault(action.stage, {})[action.segment] = float(times_s[place])
-        totals = {stage: sum(segments.values()) for stage, segments in parts.items()}
-        mean = sum(totals.values()) / len(totals)
+            segments.setdefault(action.stage, {})[action.segment] = float(times_s[place])
+        totals = {stage: sum(times.values()) for stage, times in segments.items()}
+        mean = sum(totals.values()) / max(len(totals), 1)
         for place in places:
             stage = graph.actions[place].stage
-            total = totals[stage]
-            found[place] = mean * times_s[place] / total if total else mean / len(parts[stage])
+            share = times_s[place] / totals[stage] if totals[stage] else 1 / len(segments[stage])
+            found[place] = mean * share
     return found

@@ -9,19 +9,19 @@ from typing import Any
 
 from analysis.io.files import refuse_unwritable, write_csv
 from analysis.plots.figure import save_figure
-from analysis.plots.projection import projection_figure
-from analysis.plots.scaling import scaling_figure
-from analysis.scaling.efficiency import (
+from analysis.plots.scaling import projection_figure, scaling_figure
+from analysis.scaling.fits import Fit, curve_rows, fit_laws, fit_lines, fit_rows, why_not_fitted
+from analysis.scaling.points import (
+    Point,
     agreements,
     base_points,
     base_rows,
     describe_base,
     point_rows,
+    read_points,
     scaling_kind,
     title,
 )
-from analysis.scaling.fits import Fit, curve_rows, fit_laws, fit_lines, fit_rows, why_not_fitted
-from analysis.scaling.points import Point, read_points
 from analysis.scaling.projection import Projection, place_rows, project, projection_table, sensitivity_rows
 from analysis.scaling.rules import Rule, check_rules, rule_lines
 from gems.utils.tables import RIGHT, table
@@ -32,16 +32,10 @@ PICTURE_SUFFIXES = (".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The points of a study, their fits and rules, and the files that were written.
+    """The points of a study, their fits, why others were not fitted, which claims the plot supports, and the files.
 
-    Attributes:
-        points: by line, ranks and source.
-        fits: by line, the best first.
-        unfitted: why a law was not fitted.
-        rules: which claims the plot supports.
-        tables: CSV: of the points, and of the curves of the fits if there are any.
-        pictures: PNG and PDF; of a projection its tables too.
-        projection: bands and sensitivities of a study that is simulated throughout, else None.
+    `tables` are CSVs of the points, and of the curves of the fits if there are any; `pictures` are PNG and PDF, with
+    the tables of a projection. A study that is not simulated throughout has no projection.
     """
 
     points: list[Point]
@@ -94,7 +88,7 @@ def study_answer(study: Study) -> dict[str, Any]:
         predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
     return {
         "scaling": kind, "kind": kind, "base": base_rows(study.points), "points": point_rows(study.points),
-        "agreement": [asdict(each) for each in agreements(study.points)],
+        "agreement": agreements(study.points),
         "fits": fit_rows(study.fits), "unfitted": study.unfitted, "rules": [asdict(rule) for rule in study.rules],
         "pictures": [str(picture) for picture in study.pictures], "csv": str(study.tables[0]),
         "tables": [str(table) for table in study.tables], **predicted,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -19,7 +20,6 @@ from gems.errors import ConfigError
 PROGRAM = "python -m analysis"
 Options = argparse.Namespace
 PICTURE_HELP = ".png, .pdf or .svg"
-RUN_HELP = "run folder or trace file"
 # Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the command, the help.
 DRAWN_ANSWERS = {
     "partition": ("partition_figure", "gems partition", "draw an answer of `gems partition --json` with its layers"),
@@ -42,65 +42,60 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
     verbs = top.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, about: str, *, has_json: bool = True) -> argparse.ArgumentParser:
+    def verb(name: str, about: str, out: str = "", *, default: Path | None = None) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=about)
-        if has_json:
+        if name not in DRAWN_ANSWERS:
             made.add_argument("--json", action="store_true", help="one object on stdout")
+        if out:
+            made.add_argument("--out", type=Path, default=default, help=out)
         return made
 
-    def add_out(made: argparse.ArgumentParser, about: str, default: Path | None = None) -> None:
-        made.add_argument("--out", type=Path, default=default, help=about)
-
-    timeline = verb("timeline", "draw one step, rank x time, to a file")
+    about_out = f"{PICTURE_HELP}; default timeline.png beside the trace"
+    timeline = verb("timeline", "draw one step, rank x time, to a file", about_out)
     timeline.add_argument("--step", type=int, help="optimizer step; default the last whole one after warm-up")
-    add_out(timeline, f"{PICTURE_HELP}; default timeline.png beside the trace")
     summary = verb("summary", "print the closing table of a run")
-    scaling = verb("scaling", "draw images/s and efficiency over ranks, and write them as CSV")
+    about_out = "folder to write to; default the one that holds the first run"
+    scaling = verb("scaling", "draw images/s and efficiency over ranks, and write them as CSV", about_out)
     scaling.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folder or trace.h5")
-    add_out(scaling, "folder to write to; default the one that holds the first run")
-    scaling.add_argument(
-        "--fit", default="all", metavar="LAW",
-        help="law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none",
-    )  # fmt: skip
+    about_laws = "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
+    scaling.add_argument("--fit", default="all", metavar="LAW", help=about_laws)
     draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
-    draw.add_argument(
-        "schedule", type=Path, metavar="SCHEDULE", help=".json of `gems schedule --json`, or torch's .csv"
-    )
+    about_file = ".json of `gems schedule --json`, or torch's .csv"
+    draw.add_argument("schedule", type=Path, metavar="SCHEDULE", help=about_file)
     draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
     for name, (_, command, about) in DRAWN_ANSWERS.items():
-        drawn = verb(name, about, has_json=False)
+        drawn = verb(name, about, PICTURE_HELP, default=Path(f"{name}.png"))
         drawn.add_argument("answer", type=Path, metavar=name.upper(), help=f"the file that {command} writes")
-        add_out(drawn, PICTURE_HELP, Path(f"{name}.png"))
     collect = verb("collect", "merge a run's parts into trace.h5, draw it, print the table")
-    attribution = verb("attribution", "show where the time of a step goes, and draw it")
-    add_out(attribution, f"{PICTURE_HELP} of the waterfall, with a .csv beside it")
+    about_out = f"{PICTURE_HELP} of the waterfall, with a .csv beside it"
+    attribution = verb("attribution", "show where the time of a step goes, and draw it", about_out)
     attribution.add_argument("--ranks", action="store_true", help="a row for each rank too")
     verb("vdnn", "simulate the vDNN paper's studies, beside its figures")
-    hybrid = verb("hybrid", "recompute the projections of Pal et al. from their inputs, or draw a plan")
-    hybrid.add_argument(
-        "answer", type=Path, nargs="?", metavar="ANSWER", help="a file of `gems plan --hybrid --json`, to draw"
-    )
-    add_out(hybrid, f"picture: {PICTURE_HELP}")
-    report = verb("report", "write one HTML page about runs, which needs no network")
-    add_out(report, ".html; default report.html in the folder of the run or study")
-    export = verb("export", "write events for Perfetto or a table, or step times for Extra-P")
-    add_out(export, "file to write; default perfetto.json, events.csv or extrap.jsonl")
+    about = "recompute the projections of Pal et al. from their inputs, or draw a plan"
+    hybrid = verb("hybrid", about, f"picture: {PICTURE_HELP}")
+    about_file = "a file of `gems plan --hybrid --json`, to draw"
+    hybrid.add_argument("answer", type=Path, nargs="?", metavar="ANSWER", help=about_file)
+    about_out = ".html; default report.html in the folder of the run or study"
+    report = verb("report", "write one HTML page about runs, which needs no network", about_out)
+    about_out = "file to write; default perfetto.json, events.csv or extrap.jsonl"
+    export = verb("export", "write events for Perfetto or a table, or step times for Extra-P", about_out)
     export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
-    for made, about in (
-        (report, "run folder, trace file, or name of a run or study"),
-        (export, "as for report; several for extrap alone"),
-    ):  # fmt: skip
+    runs_help = {
+        report: "run folder, trace file, or name of a run or study",
+        export: "as for report; several for extrap alone",
+    }
+    for made, about in runs_help.items():
         made.add_argument("runs", nargs="+", metavar="RUN", help=about)
         made.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder in which names are looked up")
     for made in (timeline, summary, collect, attribution):
-        made.add_argument("path", type=Path, metavar="PATH", help=RUN_HELP)
+        made.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
     return top
 
 
 def _print(options: Options, answer: dict[str, Any], *lines: object) -> None:
     """Print the answer as JSON if asked for, or else the lines; a function is called for its line only then."""
     if options.json:
-        print(json.dumps(answer, allow_nan=False, default=str))  # paths as text
+        print(json.dumps(answer, allow_nan=False, default=os.fspath))
     else:
         print(*(line() if callable(line) else line for line in lines), sep="\n")
 
@@ -117,7 +112,7 @@ def _load(path: Path) -> Loaded:
 
 
 def _timeline(options: Options) -> None:
-    from analysis.metrics.step_window import step_window
+    from analysis.metrics.events import step_window
     from analysis.plots.figure import save_figure
     from analysis.plots.timeline import timeline_figure
 
@@ -156,8 +151,7 @@ def _collect(options: Options) -> None:
 
 
 def _attribution(options: Options) -> None:
-    from analysis.attribution import attribute
-    from analysis.attribution.table import attribution_dict, attribution_rows, attribution_table
+    from analysis.attribution.causes import attribute, attribution_dict, attribution_rows, attribution_table
     from analysis.io.files import write_csv
     from analysis.plots.figure import save_figure
     from analysis.plots.waterfall import waterfall_figure
@@ -197,8 +191,8 @@ def _draw_answer(options: Options) -> None:
 
 
 def _report(options: Options) -> None:
-    from analysis.io.find import default_out, find_runs
-    from analysis.report import build_report
+    from analysis.io.load import default_out, find_runs
+    from analysis.report.build import build_report
 
     runs = find_runs(options.runs, options.runs_dir)
     made = build_report(runs, options.out or default_out(options.runs, runs, options.runs_dir))
@@ -207,8 +201,8 @@ def _report(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
-    from analysis.export import export_runs
-    from analysis.io.find import find_runs
+    from analysis.export.formats import export_runs
+    from analysis.io.load import find_runs
 
     made = export_runs(find_runs(options.runs, options.runs_dir), options.format, options.out)
     _print(options, asdict(made), made.path)

@@ -1,15 +1,18 @@
-"""The formats by name, and the file that each writes to."""
+"""Events for Perfetto and chrome://tracing or as a table, step times for Extra-P.
+
+Perfetto reads the Trace Event Format as JSON: a process a rank, a thread a stream.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from pathlib import Path
 
 import numpy as np
 
-from analysis.export.perfetto import perfetto_pieces
 from analysis.io.files import refuse_unwritable
 from analysis.io.load import load_trace
 from analysis.scaling.points import read_points
@@ -18,6 +21,8 @@ from gems.trace import DTYPES, KINDS, STREAMS, Trace
 from gems.utils.atomic_io import atomic_write
 
 ROWS = 1 << 14  # of a piece
+THREADS = 100  # thread numbers that a stream has for itself
+COUNTERS = ("device_bytes", "host_bytes")
 NAMES = {"kind": np.array(KINDS), "stream": np.array(STREAMS)}
 
 
@@ -46,6 +51,101 @@ def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
         for seconds in point.step_s:
             measured = {"params": {"p": point.ranks}, "metric": "time", "callpath": callpath, "value": seconds}
             yield json.dumps(measured) + "\n"
+
+
+def perfetto_pieces(trace: Trace) -> Iterator[str]:
+    """Yield the document in pieces: names, then the events of each rank with counters of the bytes held at their ends.
+
+    Times are in microseconds from the first event. Events of a thread must not overlap there, and transfers do: those
+    that overlap on a stream get threads of their own beside it (`link`, `link 2` ...).
+    """
+    origin_ns = int(trace.events["start_ns"].min()) if len(trace.events) else 0
+    about = {
+        "source": trace.source,
+        "signature": str(trace.attributes.get("signature", "")),
+        "world_size": trace.world_size,
+    }
+    yield f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n'
+    mark = f"{trace.source} run {about['signature']}".strip()
+    yield json.dumps({"name": "trace", "ph": "M", "pid": 0, "args": {"name": mark}})
+    hosts = trace.attributes.get("hostnames", ())
+    ranks, firsts = np.unique(trace.events["rank"], return_index=True)
+    for rank, first, end in zip(ranks.tolist(), firsts, np.append(firsts, len(trace.events))[1:], strict=True):
+        events = trace.events[first:end]
+        threads = thread_numbers(events)
+        host = f" on {hosts[rank]}" if rank < len(hosts) and hosts[rank] else ""
+        yield _names(rank, f"rank {rank}{host}, {trace.source}", np.unique(threads).tolist())
+        for begin in range(0, len(events), ROWS):
+            yield _rows(rank, events[begin : begin + ROWS], threads[begin : begin + ROWS], origin_ns)
+        yield from _counters(rank, events, origin_ns)
+    yield "\n]}\n"
+
+
+def thread_numbers(events: np.ndarray) -> np.ndarray:
+    """Return a thread for each event of a rank: 100 x its stream, plus a number if it overlaps with others there."""
+    found = events["stream"].astype(np.int64) * THREADS
+    for stream in np.unique(events["stream"]).tolist():
+        mine = np.flatnonzero(events["stream"] == stream)
+        mine = mine[np.argsort(events["start_ns"][mine], kind="stable")]
+        starts, ends = events["start_ns"][mine], events["end_ns"][mine]
+        if not (starts[1:] < ends[:-1]).any():
+            continue
+        free: list[tuple[int, int]] = [(int(ends[0]), 0)]  # when each thread is free again
+        extra = [0]
+        for start, end in zip(starts[1:].tolist(), ends[1:].tolist(), strict=True):
+            thread = free[0][1] if free[0][0] <= start else len(free)
+            if thread == len(free):
+                free.append((end, thread))
+                free.sort()
+            else:
+                heapreplace(free, (end, thread))
+            extra.append(thread)
+        found[mine] += np.minimum(extra, THREADS - 1)
+    return found
+
+
+def _names(rank: int, name: str, threads: list[int]) -> str:
+    rows = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}},
+        {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
+    ]
+    for thread in threads:
+        stream, more = divmod(thread, THREADS)
+        name = STREAMS[stream] + (f" {more + 1}" if more else "")
+        rows += [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}},
+            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}},
+        ]
+    return "".join(",\n" + json.dumps(row) for row in rows)
+
+
+def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) -> str:
+    columns = ("kind", "stage", "segment", "direction", "micro_batch", "step", "moved_bytes")
+    times = ((events["start_ns"] - origin_ns) * 1e-3, (events["end_ns"] - events["start_ns"]) * 1e-3, threads)
+    rows = zip(*(column.tolist() for column in times), *(events[name].tolist() for name in columns), strict=True)
+    return "".join(
+        f',\n{{"name":"{KINDS[kind]}","cat":"{KINDS[kind]}","ph":"X","pid":{rank},"tid":{thread},"ts":{at_us:.3f},"dur":{us:.3f},'
+        f'"args":{{"stage":{stage},"segment":{segment},"direction":{direction},"micro_batch":{micro_batch},"step":{step},'
+        f'"moved_bytes":{moved}}}}}'
+        for at_us, us, thread, kind, stage, segment, direction, micro_batch, step, moved in rows
+    )
+
+
+def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
+    """Yield the bytes held over time, at their changes."""
+    for name in COUNTERS:
+        known = events[events[name] >= 0]
+        known = known[np.argsort(known["end_ns"], kind="stable")]
+        changes = known[np.diff(known[name], prepend=-1) != 0]
+        if not changes[name].any():
+            continue
+        for first in range(0, len(changes), ROWS):
+            part = changes[first : first + ROWS]
+            rows = zip(((part["end_ns"] - origin_ns) * 1e-3).tolist(), part[name].tolist(), strict=True)
+            yield "".join(
+                f',\n{{"name":"{name}","ph":"C","pid":{rank},"ts":{at_us:.3f},"args":{{"bytes":{held}}}}}'
+                for at_us, held in rows
+            )
 
 
 OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterator[str]]]] = {

@@ -1,29 +1,14 @@
-"""Answers of `gems ... --json` that are read from files, and tables that are written to them."""
+"""Files that are written for the user."""
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gems.errors import ConfigError
-
-Made = TypeVar("Made")
-
-
-def from_answer(path: Path, key: str, command: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Return what `make` builds from the answer in a file.
-
-    Raises:
-        ConfigError: the file, which `key` names, holds no answer of `command`.
-    """
-    try:
-        return make(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(key, path, f"holds no answer of {command} ({error})") from error
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Opening what the user names: a run folder, a complete trace, or the parts of a killed run."""
+"""Finding and opening what the user names: studies, run folders, complete traces, or the parts of a killed run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,12 +12,14 @@ import numpy as np
 from gems.errors import ConfigError
 from gems.profile import ModelProfile
 from gems.runs.folder import RunFolder
+from gems.runs.lookup import runs_of_name
 from gems.trace import LayerTimes, Trace, join_attempts, merge_parts, read_part, read_trace
 from gems.utils.atomic_io import read_json
 
 WHOLE_TRACE = "trace.h5"
 PARTS = "trace/rank*.h5"
 ATTEMPTS = "attempts/*/"
+STUDY_JSON = "study.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +82,19 @@ def load_parts(folder: Path) -> Loaded:
     Raises:
         ConfigError: there is none, or none of the last attempt is readable.
     """
-    loaded = _load_attempts(folder)
-    notes = _add_run_files(loaded.trace, RunFolder(folder))
-    return replace(loaded, notes=(*loaded.notes, *notes))
-
-
-def _load_attempts(folder: Path) -> Loaded:
-    loaded = _load_attempt(folder)
-    attempts = [loaded]
+    attempts = [loaded := _load_attempt(folder)]
     for earlier in sorted(folder.glob(ATTEMPTS), reverse=True):
         if not attempts[0].trace.attributes.get("continues"):
             break
         with contextlib.suppress(ConfigError):  # one that left no trace ran no step
             attempts.insert(0, _load_attempt(earlier))
-    if len(attempts) == 1:
-        return loaded
-    trace = join_attempts([attempt.trace for attempt in attempts])
-    numbers = ", ".join(map(str, np.unique(trace.steps["attempt"])))
-    note = f"{len(trace.steps)} steps are whole, of the attempts {numbers}"
-    return Loaded(trace, tuple(path for attempt in attempts for path in attempt.paths), (*loaded.notes, note))
+    trace, notes = loaded.trace, [*loaded.notes]
+    if len(attempts) > 1:
+        trace = join_attempts([attempt.trace for attempt in attempts])
+        numbers = ", ".join(map(str, np.unique(trace.steps["attempt"])))
+        notes.append(f"{len(trace.steps)} steps are whole, of the attempts {numbers}")
+    notes += _add_run_files(trace, RunFolder(folder))
+    return Loaded(trace, tuple(path for attempt in attempts for path in attempt.paths), tuple(notes))
 
 
 def _load_attempt(folder: Path) -> Loaded:
@@ -116,21 +112,14 @@ def _load_attempt(folder: Path) -> Loaded:
     run = RunFolder(folder)
     if run.run_yaml.is_file():
         trace.run_yaml = run.traced_yaml()
+    done = {int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"])) for part in parts.values()}
+    most = max(done.values())
     notes = [
         f"joined {len(parts)} parts of {trace.world_size} ranks, {len(trace.steps)} steps are whole",
         *(f"left out {path.name}: not readable" for path in found if path not in parts),
-        *_note_shorter(list(parts.values())),
+        *(f"rank {rank} finished {steps} steps, others {most}" for rank, steps in sorted(done.items()) if steps < most),
     ]
     return Loaded(trace, tuple(parts), tuple(notes))
-
-
-def _note_shorter(parts: Sequence[Trace]) -> list[str]:
-    """Name the ranks that finished fewer steps than others."""
-    done = {int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"])) for part in parts}
-    most = max(done.values())
-    return [
-        f"rank {rank} finished {steps} steps, others {most}" for rank, steps in sorted(done.items()) if steps < most
-    ]
 
 
 def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
@@ -139,44 +128,86 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
     Without a file the trace stays as it was; a damaged file is named in the notes that are returned.
     """
     notes = []
-    for path, add in (
-        (folder.provenance_json, _add_commit), (folder.schedule_json, _add_schedule),
-        (folder.partition_json, _add_boundaries),
-        (folder.memory_json, _add_memory_plan), (folder.profile_json, _add_layer_times),
-    ):  # fmt: skip
+    commit, schedule, partition = folder.provenance_json, folder.schedule_json, folder.partition_json
+    for path in (commit, schedule, partition, folder.memory_json, folder.profile_json):
         if not path.exists():
             continue
         try:
-            add(trace, folder)
+            if path == commit:
+                trace.attributes["git_commit"] = read_json(path).get("git_commit", "unknown")
+            elif path == schedule:
+                made = folder.read_schedule()
+                rows = tuple(" ".join(map(str, row)) for row in made.rows)
+                trace.schedule_rows, trace.schedule_sha256 = rows, made.digest()
+            elif path == partition:
+                trace.boundaries = folder.read_boundaries()
+            elif path == folder.memory_json:
+                if folder.read_memory_plan() is None:
+                    raise ValueError("holds no plan")
+                trace.memory_plan = path.read_text()
+            else:
+                profile = ModelProfile.from_json(read_json(path), path)
+                names = ("forward_s", "input_grad_s", "weight_grad_s")
+                times = (tuple(float(getattr(layer, name)) for layer in profile.layers) for name in names)
+                trace.layer_times = LayerTimes(profile.source, *times)
         except (ConfigError, ValueError) as error:
             notes.append(f"left out {path.name}: not readable ({' '.join(str(error).split())})")
     return notes
 
 
-def _add_commit(trace: Trace, folder: RunFolder) -> None:
-    trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
+def find_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
+    """Return the run folders and trace files that `names` name, each once.
+
+    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for
+    all runs of that name. Of a study those points are taken that have a trace.
+
+    Raises:
+        ConfigError: there is none of a name, or a study none of whose points has a trace.
+    """
+    return list(dict.fromkeys(path for name in names for path in _named(name, runs_dir)))
 
 
-def _add_schedule(trace: Trace, folder: RunFolder) -> None:
-    schedule = folder.read_schedule()
-    trace.schedule_rows = tuple(" ".join(map(str, row)) for row in schedule.rows)
-    trace.schedule_sha256 = schedule.digest()
+def default_out(names: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
+    """Name the page: report.html in the folder of the one run or study that was named, else beside the first run."""
+    if len(names) == 1:
+        for folder in (Path(names[0]), runs_dir / names[0]):
+            if folder.is_dir():
+                return folder / "report.html"
+    first = runs[0]
+    if len(runs) == 1 and first.is_dir():
+        return first / "report.html"
+    is_named_run = first.name == WHOLE_TRACE or first.is_dir()
+    return first.resolve().parent / ("report.html" if is_named_run else f"{first.stem}-report.html")
 
 
-def _add_boundaries(trace: Trace, folder: RunFolder) -> None:
-    trace.boundaries = folder.read_boundaries()
+def _named(name: str, runs_dir: Path) -> Iterator[Path]:
+    for path in (Path(name), runs_dir / name):
+        if path.is_file() or (path.is_dir() and _is_run(path)):
+            yield path
+            return
+        if _is_study(path):
+            yield from _points(path)
+            return
+    problem = f"is no run, no study and no trace file, here or in {runs_dir}"
+    yield from runs_of_name(name, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER")
 
 
-def _add_memory_plan(trace: Trace, folder: RunFolder) -> None:
-    if folder.read_memory_plan() is None:
-        raise ValueError("holds no plan")
-    trace.memory_plan = folder.memory_json.read_text()
+def _points(study: Path) -> Iterator[Path]:
+    try:
+        rows = read_json(study / STUDY_JSON).get("points")
+    except ValueError as error:
+        raise ConfigError("study", study, f"its {STUDY_JSON} is damaged ({error})") from error
+    names = [row.get("run_folder") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    folders = [study.parent / name for name in names if isinstance(name, str) and name and "/" not in name]
+    finished = [folder for folder in folders if (folder / WHOLE_TRACE).is_file()]
+    if not finished:
+        raise ConfigError("study", study.name, "none of its points has a trace", f"make study CONF={study.name}")
+    yield from finished
 
 
-def _add_layer_times(trace: Trace, folder: RunFolder) -> None:
-    profile = ModelProfile.from_json(read_json(folder.profile_json), folder.profile_json)
-    columns = (
-        tuple(float(getattr(layer, name)) for layer in profile.layers)
-        for name in ("forward_s", "input_grad_s", "weight_grad_s")
-    )
-    trace.layer_times = LayerTimes(profile.source, *columns)
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("run.yaml", WHOLE_TRACE)) or any(path.glob(PARTS))
+
+
+def _is_study(path: Path) -> bool:
+    return (path / STUDY_JSON).is_file()

@@ -50,15 +50,19 @@ def run_facts(trace: Trace) -> RunFacts:
     """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
 
     Raises:
-        ConfigError: the text is no YAML, no mapping of groups, or a count in it is not whole and positive.
+        ConfigError: the text is no YAML, no mapping of groups, or a figure in it is not a number that is allowed.
     """
     document = read_document(trace.run_yaml)
     schedule, parallel, cost = (_group(document, name) for name in ("schedule", "parallel", "cost"))
-    name = schedule.get("name")
+    name, cap, cap_bytes = (schedule.get(key) for key in ("name", "activation_cap", "activation_cap_bytes"))
     counts = {key: _count(parallel, key) for key in ("partitions", "replicas", "micro_batches", "parts")}
-    return RunFacts(
-        None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=_cap(schedule, cost)
-    )
+    unit_bytes = cost.get("activation_bytes")
+    try:  # in units of activations
+        units = float(cap_bytes) / float(unit_bytes) if cap_bytes is not None and unit_bytes else cap
+        units = None if units is None else float(units)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
+    return RunFacts(None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=units)
 
 
 def read_document(run_yaml: str) -> dict[str, Any]:
@@ -87,17 +91,10 @@ def read_section(document: dict[str, Any], name: str, section: type[Section]) ->
     return section(**{key: value for key, value in values.items() if key in known})
 
 
-@dataclass(frozen=True, slots=True)
-class RunHead:
-    """A trace without its events: root attributes, rows of `/steps` sorted by step, the configuration."""
+def read_head(path: Path) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
+    """Return the root attributes, the rows of `/steps` and the configuration of a finished run.
 
-    attributes: dict[str, Any]
-    steps: np.ndarray
-    document: dict[str, Any]
-
-
-def read_head(path: Path) -> RunHead:
-    """Read the steps and the configuration of a finished run alone, so that large traces cost no time.
+    Events are not read, so that large traces cost no time. Rows are sorted by step.
 
     Raises:
         ConfigError: no trace there, an unreadable one, or one without its configuration.
@@ -110,24 +107,10 @@ def read_head(path: Path) -> RunHead:
         steps = np.empty(len(file["steps/step"]), DTYPES["steps"])
         for column in DTYPES["steps"].names or ():
             steps[column] = read_column(file, "steps", column)
-        run_yaml = file["run_yaml"].asstr()[()]
-    document = read_document(run_yaml)
+        document = read_document(file["run_yaml"].asstr()[()])
     if not document:
         raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")
-    return RunHead(attributes, np.sort(steps, order="step"), document)
-
-
-def _cap(schedule: dict[str, Any], cost: dict[str, Any]) -> float | None:
-    """Return the cap in units of activations."""
-    cap, cap_bytes, unit_bytes = (
-        schedule.get("activation_cap"), schedule.get("activation_cap_bytes"), cost.get("activation_bytes"),
-    )  # fmt: skip
-    try:
-        if cap_bytes is not None and unit_bytes:
-            return float(cap_bytes) / float(unit_bytes)
-        return None if cap is None else float(cap)
-    except (TypeError, ValueError) as error:
-        raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
+    return attributes, np.sort(steps, order="step"), document
 
 
 def _group(document: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Events by kind."""
+"""Events by kind, rank and step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from gems.errors import ConfigError
 from gems.trace import KINDS, Trace
 
 USEFUL = ("F", "B", "I", "W")
@@ -27,3 +30,63 @@ def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
 def ranks_written(trace: Trace) -> int:
     """Return the number of ranks whose events a trace holds: those of one replica if all are identical."""
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The events of one step and the time that it spans, from the first rank's begin to the last rank's end.
+
+    `is_whole` is False for a step that some rank did not finish; it then spans the events that are there.
+    """
+
+    step: int
+    start_ns: int
+    end_ns: int
+    is_whole: bool
+    is_warmup: bool
+    events: np.ndarray
+
+    @property
+    def label(self) -> str:
+        """Return the step's name, with anything unusual about it."""
+        not_whole = "" if self.is_whole else ", not whole: the run ended in it"
+        return f"step {self.step}" + (", warm-up" if self.is_warmup else "") + not_whole
+
+    @property
+    def span_s(self) -> float:
+        """Time from the first rank's begin to the last rank's end."""
+        return (self.end_ns - self.start_ns) * 1e-9
+
+    @property
+    def bubble(self) -> float | None:
+        """Share of ranks x time in which the ranks with events here compute nothing."""
+        ranks = len(np.unique(self.events["rank"]))
+        if not self.is_whole or not ranks or self.end_ns <= self.start_ns:
+            return None
+        compute = self.events[of_kinds(self.events, *COMPUTE)]
+        busy_ns = int((compute["end_ns"] - compute["start_ns"]).sum())
+        return 1.0 - busy_ns / (ranks * (self.end_ns - self.start_ns))
+
+
+def step_window(trace: Trace, step: int | None = None) -> StepWindow:
+    """Take one step; by default the last whole one that is not a warm-up step, else the last one there is.
+
+    Raises:
+        ConfigError: the trace has no events, or none of that step.
+    """
+    with_events = np.unique(trace.events["step"])
+    if not len(with_events):
+        raise ConfigError("trace", trace.source, "holds no events", "did the run end before its first step?")
+    if step is None:
+        whole = trace.steps[np.isin(trace.steps["step"], with_events)]
+        counted = whole[whole["is_warmup"] == 0]
+        step = next(int(found.max()) for found in (counted["step"], whole["step"], with_events) if len(found))
+    if step not in with_events:
+        low, high = int(with_events[0]), int(with_events[-1])
+        raise ConfigError("step", step, f"allowed: {low} to {high}, the steps with events")
+    events = trace.events[trace.events["step"] == step]
+    row = trace.steps[trace.steps["step"] == step]
+    if len(row):
+        first = row[0]
+        return StepWindow(step, int(first["start_ns"]), int(first["end_ns"]), True, bool(first["is_warmup"]), events)
+    return StepWindow(step, int(events["start_ns"].min()), int(events["end_ns"].max()), False, False, events)

@@ -22,28 +22,21 @@ class Metrics:
     cover the whole trace, warm-up and unfinished steps included.
 
     Attributes:
-        num_steps: steps counted.
         num_warmup_steps: whole steps left out.
         num_images: images of the counted steps, all directions and replicas.
-        time_s: from the first counted step's start to the last one's end, the gaps between steps with it, attempt by
-            attempt.
-        images_per_s: `num_images` over `time_s`.
+        time_s: from the first counted step's start to the last one's end with the gaps between, attempt by attempt.
         step_median_s: median of the step times, see `step_times_s`.
-        step_low_s: lower bound of its 95 % interval; of fewer than 6 steps the least step time.
-        step_high_s: upper bound of the same; of fewer than 6 steps the largest step time.
+        step_low_s, step_high_s: bounds of its 95 % interval; of fewer than 6 steps the extremes.
         step_p95_s: 95th percentile of the same, linear between neighbours.
         busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
         bubble_measured: 1 - sum(busy_s) / (world size x time_s), of the trace's `source`.
         efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x time_s.
         bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
-        forward_s: median duration of F of a stage, mean over the stages.
-        backward_s: the same of B, or of I and W together where every backward is split.
+        forward_s: median duration of F of a stage, mean over the stages; backward_s that of B, or of I and W together.
         peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the simulation's own, else
             the ledger's when an action ended.
         peak_rss_bytes: most resident memory of the process, from samples.
         peak_driver_bytes: most device memory in use as the driver reports it, from samples.
-        loss_first: training loss of the first counted step.
-        loss_last: training loss of the last counted step.
     """
 
     num_steps: int
@@ -77,25 +70,29 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     facts = run_facts(trace) if facts is None else facts
     steps = np.sort(trace.steps, order="step")
     is_counted = steps["is_warmup"] == 0
-    counted = steps[is_counted]
-    step_s = step_times_s(steps)[is_counted]
-    time_s = _time_s(counted) if len(counted) else None
-    num_images = int(counted["images"].sum())
+    counted, step_s = steps[is_counted], step_times_s(steps)[is_counted]
+    num_images, time_s = int(counted["images"].sum()), None
+    median = p95 = None
+    losses: list[float | None] = [None, None]
+    if len(counted):
+        ends = np.flatnonzero(np.diff(counted["attempt"], append=-1))  # of the attempts: no time passes between them
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        time_s = float((counted["end_ns"][ends] - counted["start_ns"][starts]).sum()) * NS
+        median, p95 = median_interval(step_s), percentile(step_s, 95)
+        losses = [None if np.isnan(loss) else float(loss) for loss in counted["loss"][[0, -1]]]
     events = trace.events[np.isin(trace.events["step"], counted["step"])]
     busy_s = _times_s(trace, events, COMPUTE)
     forward_s, backward_s = stage_mean_s(events, "F"), backward_mean_s(events)
-    samples = trace.samples
-    step = median_interval(step_s) if len(step_s) else None
     return Metrics(
         num_steps=len(counted),
         num_warmup_steps=len(steps) - len(counted),
         num_images=num_images,
         time_s=time_s,
         images_per_s=num_images / time_s if time_s else None,
-        step_median_s=None if step is None else step.value,
-        step_low_s=None if step is None else step.low,
-        step_high_s=None if step is None else step.high,
-        step_p95_s=percentile(step_s, 95) if len(step_s) else None,
+        step_median_s=None if median is None else median.value,
+        step_low_s=None if median is None else median.low,
+        step_high_s=None if median is None else median.high,
+        step_p95_s=p95,
         busy_s=busy_s,
         bubble_measured=None if (share := _share(busy_s, time_s)) is None else 1.0 - share,
         efficiency=_share(_times_s(trace, events, USEFUL), time_s),
@@ -103,10 +100,10 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
         forward_s=forward_s,
         backward_s=backward_s,
         peak_device_bytes=_device_peaks(trace),
-        peak_rss_bytes=_peaks(samples, "rss_bytes", trace.world_size),
-        peak_driver_bytes=_peaks(samples, "device_bytes", trace.world_size),
-        loss_first=_known(counted["loss"][0]) if len(counted) else None,
-        loss_last=_known(counted["loss"][-1]) if len(counted) else None,
+        peak_rss_bytes=_peaks(trace.samples, "rss_bytes", trace.world_size),
+        peak_driver_bytes=_peaks(trace.samples, "device_bytes", trace.world_size),
+        loss_first=losses[0],
+        loss_last=losses[1],
     )
 
 
@@ -120,13 +117,6 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
     begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
     times: np.ndarray = (steps["end_ns"] - begin) * NS
     return times
-
-
-def _time_s(steps: np.ndarray) -> float:
-    """Return the time of steps with the gaps between them, except those between attempts; rows sorted by step."""
-    ends = np.flatnonzero(np.diff(steps["attempt"], append=-1))
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    return float((steps["end_ns"][ends] - steps["start_ns"][starts]).sum()) * NS
 
 
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
@@ -185,7 +175,3 @@ def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
     if allocated is None:
         return counted
     return tuple(held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True))
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)

@@ -19,14 +19,10 @@ NUM_DRAWS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value between its bounds.
+    """An estimate between its bounds.
 
-    Attributes:
-        low: lower bound.
-        value: the estimate.
-        high: upper bound.
-        is_range: the bounds are the least and the largest value, as there are too few for an interval.
-        level: the share of cases in which such an interval contains the true value; meaningless for a range.
+    With `is_range` the bounds are the least and the largest value, as there are too few for an interval. `level` is the
+    share of cases in which such an interval contains the true value; meaningless for a range.
     """
 
     low: float
@@ -97,19 +93,13 @@ def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, 
 def percentile_interval(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
     """Return an estimate with the percentiles of its draws as bounds, widened if necessary to contain it."""
     percents = [50 * (1 - level), 50 * (1 + level)]
-    if np.isfinite(draws).all():
-        low, high = (float(edge) for edge in np.percentile(draws, percents))
-    else:  # no interpolation between a number and infinity
-        low, high = (float(edge) for edge in np.percentile(draws, percents, method="nearest"))
+    is_finite = np.isfinite(draws).all()  # no interpolation between a number and infinity
+    low, high = np.percentile(draws, percents, method="linear" if is_finite else "nearest").tolist()
     return Interval(min(low, value), value, max(high, value), False, level)
 
 
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
-    """Return a percentile, linear between neighbours.
-
-    Raises:
-        ConfigError: no value.
-    """
+    """Return a percentile, linear between neighbours; no value is a ConfigError."""
     return float(np.percentile(_sorted(values), percent))
 
 

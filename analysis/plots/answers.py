@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.plots.figure import LINE_COLOURS, MS_AXIS, TEXT_COLOUR, WIDTH_IN, label_axes, new_figure, set_title
+from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, new_figure, set_title
 from gems.utils.units import MIB, bytes_unit, counted, number
 
 if TYPE_CHECKING:
@@ -28,22 +28,18 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
     """
     layers, methods = answer["drawn_layers"], answer["methods"]
     rows_in = ROW_IN * len(methods)
+    about = "layers, first to last; in each stage the peak of its rank (MiB), the largest framed"
     figure, (times, sizes, cuts) = new_figure(
-        WIDTH_IN,
-        2 * BARS_IN + rows_in + 1.4,
-        3,
-        size_pt=7,
-        sharex=True,
+        WIDTH_IN, 2 * BARS_IN + rows_in + 1.4, 3, x=about, y=("time (ms)", "size (MiB)"), size_pt=7, sharex=True,
         height_ratios=[BARS_IN, BARS_IN, rows_in + 0.3],
-    )
+    )  # fmt: skip
     places = np.arange(len(layers)) + 0.5
     times.bar(places, [layer["time_s"] * 1e3 for layer in layers], width=0.9, color=BLUE)
     stash, params = ([layer[name] / MIB for layer in layers] for name in ("stash_bytes", "param_bytes"))
     sizes.bar(places, stash, width=0.9, color=ORANGE, label="activations of one micro-batch")
     sizes.bar(places, params, width=0.9, bottom=stash, color=PINK, label="parameters")
     sizes.legend(fontsize=7, frameon=False)
-    for axes, label in ((times, "time (ms)"), (sizes, "size (MiB)")):
-        label_axes(figure, axes, y=label, size_pt=8)
+    for axes in (times, sizes):
         for cut in methods[0]["boundaries"][1:-1]:
             axes.axvline(cut, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     has_peaks = answer["stages"] == answer["partitions"]
@@ -65,8 +61,6 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
     cuts.set_xlim(0, len(layers))
     if len(layers) <= MAX_NAMES:
         cuts.set_xticks(places, [layer["name"] for layer in layers], rotation=90)
-    about = "layers, first to last; in each stage the peak of its rank (MiB), the largest framed"
-    label_axes(figure, cuts, about, size_pt=8)
     set_title(
         figure, times,
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px: "
@@ -83,9 +77,10 @@ def memory_plans_figure(answer: dict[str, Any]) -> Figure:
     It is the rank that holds most: the device's bytes above, those in host memory below.
     """
     curves = answer["curves"]
-    figure, (device, host) = new_figure(WIDTH_IN, 5.6, 2, sharex=True, height_ratios=(3, 1))
     most = max((size for curve in curves for _, size in curve["device"]), default=0.0)
     unit = bytes_unit([most])
+    labels = (f"device ({unit.name})", f"host ({unit.name})")
+    figure, (device, host) = new_figure(WIDTH_IN, 5.6, 2, y=labels, sharex=True, height_ratios=(3, 1))
     for place, curve in enumerate(curves):
         colour = POLICY_COLOURS[place % len(POLICY_COLOURS)]
         for axes, name, label in ((device, "device", curve["policy"]), (host, "host", None)):
@@ -96,12 +91,9 @@ def memory_plans_figure(answer: dict[str, Any]) -> Figure:
         limit = None
     if limit is not None:
         device.axhline(limit / unit.size, color="#b00020", linestyle="--", linewidth=1, label="limit")
-    for axes, name in ((device, "device"), (host, "host")):
-        axes.set_ylim(bottom=0)
-        label_axes(figure, axes, y=f"{name} ({unit.name})")
-    label_axes(figure, host, MS_AXIS)
+    host.set_ylim(bottom=0)
     device.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
-    device.set_ylim(top=1.25 * max(most, limit or 0.0) / unit.size)
+    device.set_ylim(0, 1.25 * max(most, limit or 0.0) / unit.size)
     set_title(
         figure, device,
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
@@ -126,7 +118,6 @@ def placement_figure(answer: dict[str, Any]) -> Figure:
             )  # fmt: skip
     axes.set_yticks([-device for device in devices], [f"device {device}" for device in devices])
     axes.set_xlim(0, answer["step_s"] * 1e3)
-    label_axes(figure, axes, MS_AXIS)
     axes.legend(
         fontsize=8, frameon=False, labelcolor=TEXT_COLOUR, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0)
     )

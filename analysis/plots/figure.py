@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.files import from_answer
+from analysis.io.files import refuse_unwritable
 from analysis.scaling.points import format_error
 from gems.errors import ConfigError, one_of
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 DPI = 150
 WIDTH_IN = 9.0
 FORMATS = (".png", ".pdf", ".svg")
-MS_AXIS = "time from the step's start (ms)"
+TIME_AXIS = "time from the step's start (ms)"
 TEXT_COLOUR = "#222222"
 LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulated": "SIMULATED, a prediction"}
@@ -33,12 +34,13 @@ def source_mark(source: str, attributes: Mapping[str, object]) -> str:
 
 
 def new_figure(
-    width_in: float, height_in: float, rows: int = 1, columns: int = 1, *, size_pt: float = 8, has_grid: bool = False,
-    **layout: Any,
+    width_in: float, height_in: float, rows: int = 1, columns: int = 1, *, x: str | Sequence[str] = TIME_AXIS,
+    y: Sequence[str] = (), size_pt: float = 8, has_grid: bool = False, **layout: Any,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
     """Build a figure of panels without a frame above and to the right, without pyplot's global state.
 
-    `size_pt` is the size of tick labels; `layout` goes to `Figure.subplots`.
+    `x` labels the panels of the lowest row, `y` the first panels; `size_pt` is the size of tick labels; `layout` goes
+    to `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
@@ -50,19 +52,17 @@ def new_figure(
         if has_grid:
             axes.grid(True, color="#e5e5e5", linewidth=0.6)
             axes.set_axisbelow(True)
+    label_pt = scaled_pt(figure, size_pt + 1)
+    for axes, text in zip(panels[-columns:], [x] * columns if isinstance(x, str) else x, strict=True):
+        axes.set_xlabel(text, fontsize=label_pt, color=TEXT_COLOUR)
+    for axes, text in zip(panels, y, strict=False):
+        axes.set_ylabel(text, fontsize=label_pt, color=TEXT_COLOUR)
     return figure, panels
 
 
 def scaled_pt(figure: Figure, size_pt: float) -> float:
     """Return a font size that reads alike when wide figures are printed as wide as narrow ones."""
     return size_pt * max(1.0, figure.get_figwidth() / WIDTH_IN)
-
-
-def label_axes(figure: Figure, axes: Axes, x: str = "", y: str = "", size_pt: float = 9) -> None:
-    """Write the labels that are given."""
-    for text, write in ((x, axes.set_xlabel), (y, axes.set_ylabel)):
-        if text:
-            write(text, fontsize=scaled_pt(figure, size_pt), color=TEXT_COLOUR)
 
 
 def label_counts(axes: Axes, counts: Iterable[int], max_ticks: int = 99) -> None:
@@ -113,10 +113,8 @@ def save_figure(figure: Figure, path: Path) -> None:
         ConfigError: the path is not one for a picture or cannot be written.
     """
     check_picture_path(path)
-    try:
+    with refuse_unwritable(path):
         figure.savefig(path, dpi=DPI, facecolor="white")
-    except OSError as error:
-        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
 
 
 def draw_answer_file(path: Path, out: Path, key: str, command: str, build: Callable[[dict[str, Any]], Figure]) -> None:
@@ -126,4 +124,8 @@ def draw_answer_file(path: Path, out: Path, key: str, command: str, build: Calla
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    save_figure(from_answer(path, key, command, build), out)
+    try:
+        figure = build(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(key, path, f"holds no answer of {command} ({error})") from error
+    save_figure(figure, out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.papers.hybrid import PAPER, Projection, law_speedups, speedups
-from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, add_legend, label_axes, label_counts, new_figure
+from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, add_legend, label_counts, new_figure
 from gems.planner.hybrid.pal import DEGREE, Verdict
 from gems.utils.units import counted
 
@@ -25,7 +25,8 @@ LOG_FROM = 6.0  # the largest over the smallest speed-up from which on the axis 
 
 def projections_figure(found: Sequence[Projection]) -> Figure:
     """Build the picture of the paper's networks side by side."""
-    figure, panels = _panels(len(found), f"Recomputed from the inputs of {PAPER}")
+    units = [f"speed-up over {counted(min(one.network.epochs), 'device')}" for one in found]
+    figure, panels = _panels(f"Recomputed from the inputs of {PAPER}", units)
     labels = {1: ("data parallelism", ONE_COLOUR), DEGREE: (f"workers of {DEGREE} devices", HYBRID_COLOUR)}
     for axes, one in zip(panels, found, strict=True):
         for ways, points in speedups(one.network).items():
@@ -36,7 +37,7 @@ def projections_figure(found: Sequence[Projection]) -> Figure:
         last, is_derived = one.gains[-1], one.network.verdict is not Verdict.REPRODUCED
         detail = "epochs derived from that gain" if is_derived else "inputs recalled, not confirmed"
         title = f"{one.network.title}: {100 * last.gain:+.1f} % at {last.devices}\n{detail}"
-        _scale(figure, axes, title, f"speed-up over {counted(min(one.network.epochs), 'device')}")
+        _scale(axes, title)
         crossing = one.crossing
         if crossing.devices is not None and crossing.below is not None:
             _mark(axes, crossing.devices, crossing.low, crossing.high, f"from {crossing.devices} on")
@@ -52,7 +53,8 @@ def plan_figure(answer: dict[str, Any]) -> Figure:
     Raises:
         ValueError: the answer has no choice at any number of devices.
     """
-    figure, (axes,) = _panels(1, "Data parallelism and workers of several devices: predicted")
+    unit = f"speed-up over {answer['base']['workers']} x {answer['base']['ways']}"
+    figure, (axes,) = _panels("Data parallelism and workers of several devices: predicted", [unit])
     for label, colour, is_several in (
         ("data parallelism", ONE_COLOUR, False), ("workers of several devices, the fastest", HYBRID_COLOUR, True),
     ):  # fmt: skip
@@ -70,7 +72,7 @@ def plan_figure(answer: dict[str, Any]) -> Figure:
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px\n"
         f"{answer['worker_batch']:g} samples a step of a worker, bands 95 %"
     )
-    _scale(figure, axes, title, f"speed-up over {answer['base']['workers']} x {answer['base']['ways']}")
+    _scale(axes, title)
     found = [each for each in answer["crossings"] if each["devices"] is not None]
     first = min(found, key=lambda each: int(each["devices"]), default=None)
     if first is not None and first["below"] is not None:  # it is not faster from the fewest devices on
@@ -80,8 +82,10 @@ def plan_figure(answer: dict[str, Any]) -> Figure:
     return figure
 
 
-def _panels(count: int, headline: str) -> tuple[Figure, list[Axes]]:
-    figure, panels = new_figure(max(WIDTH_IN * 0.7, PANEL_IN * count), 4.0, 1, count, has_grid=True)
+def _panels(headline: str, units: Sequence[str]) -> tuple[Figure, list[Axes]]:
+    count = len(units)
+    width_in = max(WIDTH_IN * 0.7, PANEL_IN * count)
+    figure, panels = new_figure(width_in, 4.0, 1, count, x="devices", y=units, has_grid=True)
     figure.suptitle(headline, x=0.01, ha="left", fontsize=10, fontweight="bold", color=TEXT_COLOUR)
     return figure, panels
 
@@ -106,14 +110,13 @@ def _mark(axes: Axes, devices: int, low: float | None, high: float | None, label
     )  # fmt: skip
 
 
-def _scale(figure: Figure, axes: Axes, title: str, unit: str) -> None:
+def _scale(axes: Axes, title: str) -> None:
     """Scale the axes to the lines that are drawn, and label them."""
-    least, most = axes.dataLim.y0, axes.dataLim.y1
+    least, most = np.concatenate([line.get_ydata() for line in axes.lines]).min(), axes.dataLim.y1
     label_counts(axes, np.concatenate([line.get_xdata() for line in axes.lines]).astype(int).tolist(), MAX_TICKS)
     if most > LOG_FROM * least:
         axes.set_yscale("log", base=2)
     else:
         axes.set_ylim(0.0, 1.15 * most)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    label_axes(figure, axes, "devices", unit)
     axes.set_title(title, loc="left", fontsize=8.5, color=TEXT_COLOUR)

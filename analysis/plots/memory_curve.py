@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.io.run_config import run_facts
-from analysis.metrics.events import by_rank, of_kinds
-from analysis.metrics.step_window import StepWindow, step_window
-from analysis.plots.figure import (
-    MS_AXIS,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    add_legend,
-    label_axes,
-    new_figure,
-    set_title,
-    source_mark,
-)
+from analysis.metrics.events import StepWindow, by_rank, of_kinds, step_window
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, add_legend, new_figure, set_title, source_mark
 from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import Unit, bytes_unit, counted
@@ -82,7 +72,6 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     unit = bytes_unit([highest[0].peak_bytes])
     height_in = 1.3 + 0.62 * max(len(shown), 2)
     figure, panels = new_figure(WIDTH_IN, height_in, len(shown), sharex=True, sharey=True)
-    label_axes(figure, panels[-1], MS_AXIS)
     for axes, curve in zip(panels, shown, strict=True):
         _draw_curve(axes, trace, curve, unit)
     panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))

@@ -1,4 +1,4 @@
-"""The picture of a scaling study: images/s and parallel efficiency over ranks, with the best fit."""
+"""The pictures of a scaling study: rates and efficiencies with the best fit, and bands of what is predicted."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.plots.figure import (
-    LINE_COLOURS,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    add_legend,
-    label_axes,
-    label_counts,
-    new_figure,
-    set_title,
-)
-from analysis.scaling.efficiency import base_points, describe_base, may_join, most_real, scaling_kind, title
+from analysis.plots.figure import LINE_COLOURS, TEXT_COLOUR, WIDTH_IN, add_legend, label_counts, new_figure, set_title
 from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits, curve_ranks
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, base_points, describe_base, may_join, most_real, scaling_kind, title
+from analysis.scaling.projection import SHARE, Place, Projection, describe_error
 from gems.trace import SOURCES
 
 if TYPE_CHECKING:
@@ -48,9 +39,10 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     with its images/s. The best fit of each line is drawn over its points, and up to four times beyond them with a
     shaded 95 % band.
     """
-    figure, (rate, share) = new_figure(WIDTH_IN, 7.6, 2, has_grid=True, sharex=True, height_ratios=(3, 2))
-    label_axes(figure, rate, y="images/s")
-    label_axes(figure, share, "ranks", "parallel efficiency, of 1")
+    labels = ("images/s", "parallel efficiency, of 1")
+    figure, (rate, share) = new_figure(
+        WIDTH_IN, 7.6, 2, x="ranks", y=labels, has_grid=True, sharex=True, height_ratios=(3, 2)
+    )
     bases, kind = base_points(points), scaling_kind(points)
     lines = list(dict.fromkeys(point.line for point in points))
     best = best_fits(fits)
@@ -144,3 +136,47 @@ def _name_parts(figure: Figure, points: Sequence[Point], lines: Sequence[str], b
             ),
         ]  # fmt: skip
     add_legend(figure, handles)
+
+
+def projection_figure(found: Projection) -> Figure:
+    """Build the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
+    ranks = " and ".join(dict.fromkeys(str(each.ranks) for each in found.sensitivities))
+    figure, (left, right) = new_figure(
+        1.25 * WIDTH_IN, 4.6, 1, 2, y=["parallel efficiency [%]"], size_pt=6.4, has_grid=True, width_ratios=(3, 2),
+        x=("ranks", f"efficiency [%] on {ranks} ranks, constant {SHARE:.0%} less or more"),
+    )  # fmt: skip
+    lines = dict.fromkeys(place.point.line for place in found.places)
+    colours = {line: LINE_COLOURS[number % len(LINE_COLOURS)] for number, line in enumerate(lines)}
+    for line, colour in colours.items():
+        _draw_band(left, [place for place in found.places if place.point.line == line], colour)
+    label_counts(left, (place.point.ranks for place in found.places))
+    low = left.get_ylim()[0]
+    left.set_ylim(low - 0.6 * (100 - low), 100.5)  # room for the legend
+    left.legend(fontsize=7.5, frameon=False, loc="lower left")
+    for row, each in enumerate(found.sensitivities):  # from the efficiency with less of a constant to that with more
+        low, high = sorted((100 * each.less, 100 * each.more))
+        right.barh(row, high - low, left=low, color=colours[each.line], height=0.6)
+        right.plot([low, high], [row, row], color=colours[each.line], marker="|", linestyle="none")
+    names = [f"{each.constant.removeprefix('machine.')} ({each.value:.3g})" for each in found.sensitivities]
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    detail = f"{describe_error(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
+    set_title(figure, left, "SIMULATED, a prediction: scaling efficiency", detail)
+    return figure
+
+
+def _draw_band(axes: Axes, places: Sequence[Place], colour: str) -> None:
+    base, line, ranks = places[0].point, places[0].point.line, [place.point.ranks for place in places]
+    lows, values, highs = ([100 * getattr(place, name) for place in places] for name in ("low", "efficiency", "high"))
+    axes.fill_between(ranks, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(
+        ranks, values, color=colour, linewidth=1.3, linestyle=(0, (4, 2)), marker="^", markerfacecolor="none",
+        label=f"{line} (base {base.images_per_s:.3g} images/s on {base.ranks} ranks)",
+    )  # fmt: skip
+    for place in places:
+        if place.published is not None:
+            value = 100 * place.published[0]
+            label = f"published for {line}: {value:.2f} % on {place.point.ranks}\n({place.published[1]})"
+            axes.plot(
+                [place.point.ranks], [value], color=colour, marker="*", markersize=12, linestyle="none", label=label
+            )

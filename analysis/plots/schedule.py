@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.step_window import StepWindow
+from analysis.metrics.events import StepWindow
 from analysis.plots.figure import check_picture_path, save_figure
 from analysis.plots.timeline import MAX_LANES, lanes_figure
 from gems.errors import ConfigError
@@ -51,7 +51,7 @@ def draw_schedule(path: Path, out: Path) -> Simulation:
     trace, window = _as_trace(made, simulated)
     ranks = np.arange(min(made.num_ranks, MAX_LANES))
     figure, axes = lanes_figure(trace, window, ranks, title)
-    axes.set_xlabel("time (units of the costs)", fontsize=axes.xaxis.label.get_fontsize())
+    axes.xaxis.label.set_text("time (units of the costs)")
     save_figure(figure, out)
     return simulated
 

@@ -8,21 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.io.run_config import RunFacts, run_facts
-from analysis.metrics.events import of_kinds, ranks_written
+from analysis.metrics.events import StepWindow, of_kinds, ranks_written, step_window
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
-from analysis.metrics.step_window import StepWindow, step_window
-from analysis.plots.figure import (
-    DPI,
-    MS_AXIS,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    add_legend,
-    label_axes,
-    new_figure,
-    scaled_pt,
-    set_title,
-    source_mark,
-)
+from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, add_legend, new_figure, scaled_pt, set_title, source_mark
 from gems.trace import Trace
 from gems.utils.units import counted
 
@@ -104,7 +92,8 @@ def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tup
     typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
     width_in = 0.115 * window.span_s / typical_s if typical_s else WIDTH_IN  # wide enough to see a forward
     lane_in = 0.50 if len(ranks) <= 8 else 0.36 if len(ranks) <= 16 else 0.20
-    figure, (axes,) = new_figure(min(max(width_in, WIDTH_IN), 12.0), 1.55 + lane_in * max(len(ranks), 2))
+    height_in = 1.55 + lane_in * max(len(ranks), 2)
+    figure, (axes,) = new_figure(min(max(width_in, WIDTH_IN), 12.0), height_in, y=["rank"])
     rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
     own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
     for lane, rank in enumerate(ranks):  # each rank's own step; what is not covered later is a bubble
@@ -118,7 +107,6 @@ def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tup
     axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    label_axes(figure, axes, MS_AXIS, "rank")
     set_title(figure, axes, *title)
     _name_looks(figure, drawn, shade_names)
     figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from analysis.attribution import CAUSES, Attribution
-from analysis.attribution.table import LABELS
-from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, label_axes, new_figure, set_title
+from analysis.attribution.causes import CAUSES, LABELS, Attribution
+from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, set_title
 from gems.utils.units import counted, time_unit
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def waterfall_figure(attribution: Attribution) -> Figure:
     A cause that saved time goes back. Each bar carries its time and its share of the step.
     """
     unit = time_unit([attribution.step_s])
-    figure, (axes,) = new_figure(WIDTH_IN, 4.2)
+    figure, (axes,) = new_figure(WIDTH_IN, 4.2, x=f"time of a step ({unit.name})")
     bars = [("ideal", attribution.ideal_s, IDEAL_COLOUR)]
     bars += [(LABELS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]
     bars.append(("step", attribution.step_s, STEP_COLOUR))
@@ -47,7 +46,6 @@ def waterfall_figure(attribution: Attribution) -> Figure:
     axes.invert_yaxis()
     low = min(0.0, *(time_s for _, time_s, _ in bars))
     axes.set_xlim(low / unit.size, 1.18 * attribution.step_s / unit.size if attribution.step_s else 1.0)
-    label_axes(figure, axes, f"time of a step ({unit.name})")
     source = SOURCE_MARKS.get(attribution.source, attribution.source)
     set_title(
         figure, axes, f"Where the time of a step goes: {source}",

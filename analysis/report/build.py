@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 
 from analysis.io.files import refuse_unwritable
 from analysis.io.load import load_trace
-from analysis.report.markup import Html
-from analysis.report.page import page
-from analysis.report.run_section import MAX_EVENTS, RunSection, run_section
-from analysis.report.study_section import study_section
+from analysis.plots.scaling import scaling_figure
+from analysis.report.canvas_data import TRACKS, looks_json
+from analysis.report.html import Cell, Html, Table, data_element, element, joined, svg_image
+from analysis.report.run_section import MAX_EVENTS, RunSection, run_section, source_mark
+from analysis.scaling.fits import fit_laws, fit_lines, why_not_fitted
+from analysis.scaling.points import agreements, base_points, describe_base, point_rows, read_points, title
+from analysis.scaling.rules import check_rules
 from gems.errors import ConfigError
 from gems.utils.atomic_io import atomic_write
 
 MAX_RUNS = 16
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+POINT_COLUMNS = {
+    "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",
+    "micro_batches": "micro-batches", "images_per_step": "images/step", "num_steps": "steps",
+    "step_median_s": "step, median [s]", "step_low_s": "from [s]", "step_high_s": "to [s]", "step_bounds": "these are",
+    "images_per_s": "images/s", "parallel_efficiency": "parallel efficiency",
+    "compute_efficiency": "compute efficiency", "base_ranks": "base, ranks", "base_images_per_s": "base, images/s",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +60,17 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
     for place, path in enumerate(shown):
         loaded = load_trace(path)
         notes += [f"{path.name}: {note}" for note in loaded.notes]
-        sections.append(run_section(place, run_title(path), loaded, MAX_EVENTS // len(shown)))
-    study: Html | None = None
+        name = path.resolve().parent.name if path.resolve().name == "trace.h5" else path.resolve().name
+        sections.append(run_section(place, name, loaded, MAX_EVENTS // len(shown)))
+    study = []
     if len(runs) > 1:
         try:
-            study = study_section(runs)
+            study.append(_study_section(runs))
         except ConfigError as error:
             notes.append(f"no scaling section: {error}")
     with refuse_unwritable(out):
         with atomic_write(out) as partial:
-            partial.write_text(page(sections, study, notes), encoding="utf-8")
+            partial.write_text(_page(sections, study, notes), encoding="utf-8")
         size_bytes = out.stat().st_size
     return Report(out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes))
 
@@ -67,7 +82,81 @@ def spread(runs: Sequence[Path], count: int) -> list[Path]:
     return [runs[round(place * (len(runs) - 1) / (count - 1))] for place in range(count)]
 
 
-def run_title(path: Path) -> str:
-    """Return a run's name: that of its folder, or of a trace file that is not called trace.h5."""
-    resolved = path.resolve()
-    return resolved.parent.name if resolved.name == "trace.h5" else resolved.name
+def _study_section(runs: Sequence[Path]) -> Html:
+    """Build the section that compares runs, from their steps and configurations alone.
+
+    Raises:
+        ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.
+    """
+    points = read_points(runs)
+    fits = fit_laws(points)
+    headline, detail = title(points)
+    picture = io.BytesIO()
+    scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
+    bases = base_points(points)
+    lines = dict.fromkeys(point.line for point in points)
+    stated = [element("li", f"base of {line}: {describe_base(bases[line])}") for line in lines]
+    laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
+    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in POINT_COLUMNS) for row in point_rows(points)]
+    tables = [Table("points", "Points of the study", tuple(POINT_COLUMNS.values()), rows, (4,) * len(POINT_COLUMNS))]
+    found: list[tuple[Cell, ...]] = [
+        (*(each[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")), 100 * each["error"])
+        for each in agreements(points)
+    ]
+    if found:
+        names = ("schedule", "ranks", "run", "step of the run [s]", "simulated step [s]", "error [%]")
+        tables.append(Table("agreement", "Simulated beside what ran", names, found, (0, 0, 0, 4, 4, 2)))
+    verdicts = {True: "kept", False: "not kept", None: "not applicable"}
+    rules: list[tuple[Cell, ...]] = [
+        (rule.number, rule.title, verdicts[rule.holds], rule.text) for rule in check_rules(points)
+    ]
+    asked = ("rule", "it asks for", "verdict", "why")
+    tables.append(Table("rules", "Which claims this picture supports", asked, rules, (0,) * 4))
+    return element(
+        "section", element("h2", headline), element("p", detail), element("ul", *stated),
+        element("figure", svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks")),
+        element("ul", *(element("li", text) for text in laws)), *(table.html() for table in tables), id="study",
+    )  # fmt: skip
+
+
+def _page(sections: Sequence[RunSection], study: Sequence[Html], notes: Sequence[str]) -> str:
+    """Return the whole page, one file that loads nothing else; every text in it that a run brought along is escaped."""
+    name = sections[0].title if len(sections) == 1 else f"{len(sections)} runs"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", f"{name} - gems-train"),
+        element("style", _own_file("report.css")),
+    )
+    made = datetime.now(UTC).isoformat(timespec="minutes")
+    sources = dict.fromkeys(section.source for section in sections)
+    marks = joined(joined([source_mark(source), " "]) for source in sources)
+    header = element(
+        "header", element("h1", "gems-train report"), element("p", marks, f"page made {made}"),
+        *(element("p", note, class_="note") for note in notes if len(sections) > 1),
+    )  # fmt: skip
+    overview = []
+    if len(sections) > 1:
+        rows: list[tuple[Cell, ...]] = [
+            (place, section.title, section.source, *section.overview.values())
+            for place, section in enumerate(sections, start=1)
+        ]
+        overview = [Table("overview", "Runs", ("no.", "run", "source", *sections[0].overview), rows).html()]
+    main = element("main", *overview, *study, *(section.html for section in sections))
+    body = element(
+        "body",
+        header,
+        main,
+        element("div", class_="tip", id="tip", role="status", hidden=True),
+        data_element("looks", {"looks": looks_json(), "tracks": TRACKS}),
+        element("script", _own_file("report.js")),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _own_file(name: str) -> Html:
+    """Read a file of this package that goes into the page unchanged."""
+    return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

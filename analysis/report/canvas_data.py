@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.step_window import step_window
+from analysis.metrics.events import step_window
 from analysis.plots.timeline import LOOKS, shaded
 from gems.trace import KINDS, STREAMS, Trace
 
 LEVEL = 3
-# Types of JavaScript's typed arrays, narrow before wide.
-TYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "f8")
+# Types of JavaScript's typed arrays for whole numbers, narrow before wide.
+TYPES = ("i1", "u1", "i2", "u2", "i4", "u4")
 SAMPLED = {"rss_bytes": "resident memory, sampled", "device_bytes": "device memory by the driver, sampled"}
 TRACKS = tuple(dict.fromkeys((look.top, look.bottom) for look in LOOKS))
 NOT_DRAWN = 255
@@ -33,10 +33,7 @@ def looks_json() -> list[dict[str, Any]]:
 
 
 def look_numbers(events: np.ndarray) -> np.ndarray:
-    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`).
-
-    255 for what has no look.
-    """
+    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`), 255 for none."""
     table = np.full((len(KINDS), 2), NOT_DRAWN, np.uint8)
     for number, look in enumerate(LOOKS):
         for kind in look.kinds:
@@ -55,22 +52,16 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
     looks = look_numbers(light_dark)
     is_drawn = (looks != NOT_DRAWN) & (events["end_ns"] > events["start_ns"])
     events, looks = events[is_drawn], looks[is_drawn]
-    track_of = np.array([TRACKS.index((look.top, look.bottom)) for look in LOOKS])
-    tracks = track_of[looks]
     ranks, lanes = np.unique(events["rank"], return_inverse=True)
-    places = lanes * len(TRACKS) + tracks
+    places = lanes * len(TRACKS) + np.array([TRACKS.index((look.top, look.bottom)) for look in LOOKS])[looks]
     order = np.lexsort((events["start_ns"], places))
     events, looks, places = events[order], looks[order], places[order]
     origin_ns = int(events["start_ns"].min()) if len(events) else 0
     offsets = np.searchsorted(places, np.arange(len(ranks) * len(TRACKS) + 1))
     columns = {name: packed(events[name]) for name in PLAIN}
-    columns |= {
-        "start_ns": packed(events["start_ns"] - origin_ns, is_sum=True),
-        "duration_ns": packed(events["end_ns"] - events["start_ns"]),
-        "device_bytes": packed(events["device_bytes"], is_sum=True),
-        "host_bytes": packed(events["host_bytes"], is_sum=True),
-        "look": packed(looks),
-    }
+    columns |= {name: packed(events[name], is_sum=True) for name in ("device_bytes", "host_bytes")}
+    columns["start_ns"] = packed(events["start_ns"] - origin_ns, is_sum=True)
+    columns |= {"duration_ns": packed(events["end_ns"] - events["start_ns"]), "look": packed(looks)}
     return {
         "kinds": list(KINDS), "streams": list(STREAMS), "shades": list(shade_names), "origin_ns": origin_ns,
         "ranks": ranks.tolist(), "offsets": packed(offsets), "columns": columns, "count": len(events),
@@ -135,17 +126,13 @@ def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
         ValueError: whole numbers that are not exact in a double.
     """
     stored = np.diff(values, prepend=values.dtype.type(0)) if is_sum else values
-    kind = _narrowest(stored)
+    kind = "f8"
+    if stored.dtype.kind in "iub":
+        low, high = (int(stored.min()), int(stored.max())) if len(stored) else (0, 0)
+        kind = next((kind for kind in TYPES if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8")
     if kind == "f8" and stored.dtype.kind in "iu" and len(stored) and int(np.abs(values).max()) > 1 << 53:
         raise ValueError("whole numbers beyond 2^53 are not exact in JavaScript")
     little = np.ascontiguousarray(stored.astype(f"<{kind}"))
     planes = little.view(np.uint8).reshape(len(little), little.itemsize).T
     data = base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), LEVEL)).decode()
     return {"type": kind, "count": len(little), "is_sum": is_sum, "data": data}
-
-
-def _narrowest(values: np.ndarray) -> str:
-    if values.dtype.kind not in "iub":
-        return "f8"
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    return next((kind for kind in TYPES[:-1] if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8")

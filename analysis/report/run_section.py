@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import yaml
 
-from analysis.attribution import Attribution, attribute
+from analysis.attribution.causes import attribute
 from analysis.io.load import Loaded
 from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import run_metrics, step_times_s
 from analysis.plots.figure import DPI, SOURCE_MARKS
 from analysis.plots.waterfall import waterfall_figure
 from analysis.report.canvas_data import memory_block, timeline_block, windows_json
-from analysis.report.chart import line_chart
-from analysis.report.figures import key_figures, overview_row
-from analysis.report.markup import Html, data_element, element, joined, svg_image
-from analysis.report.run_tables import cause_table, prediction_table, rank_table, stage_table
-from analysis.report.table import Cell
+from analysis.report.html import Cell, Html, data_element, element, joined, line_chart, svg_image
+from analysis.report.run_tables import cause_table, key_figures, overview_row, prediction_table, rank_table, stage_table
 from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import counted
@@ -60,22 +56,41 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
         ConfigError: the trace's configuration is malformed.
     """
     trace = loaded.trace
-    metrics, causes = run_metrics(trace), _attribution(trace)
-    heading = _heading(name, trace)
-    selection = select_events(trace, max_events)
+    metrics, causes = run_metrics(trace), None
+    with contextlib.suppress(ConfigError):  # the trace lacks what the attribution needs
+        causes = attribute(trace)
+    facts, size = run_facts(trace), counted(trace.world_size, "rank")
+    if facts.partitions and facts.replicas:
+        size += f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
+    heading = f"{name}: {facts.schedule or 'run'} on {size}"
+    events, left_out = select_events(trace, max_events)
+    waterfall = []
+    if causes is not None:
+        picture = io.BytesIO()
+        waterfall_figure(causes).savefig(picture, format="svg", dpi=DPI, facecolor="white")
+        caption = element("figcaption", f"Where the time of a step was lost, {trace.source}")
+        drawn = svg_image(picture.getvalue(), "Waterfall from ideal to actual step time")
+        waterfall = [element("figure", caption, drawn)]
     tables = (
         None if causes is None else cause_table(f"causes-{place}", causes, trace.source),
         prediction_table(f"predictions-{place}", metrics, trace),
         stage_table(f"stages-{place}", trace),
         rank_table(f"ranks-{place}", metrics, trace, causes),
     )
-    pictures, num_drawn = _pictures(place, trace, selection.events)
+    keys = [
+        element(
+            "div", element("dt", figure.name), element("dd", figure.value, class_="value"),
+            *([element("dd", figure.detail)] if figure.detail else []), class_="key",
+        )
+        for figure in key_figures(metrics, trace)
+    ]  # fmt: skip
+    pictures, num_drawn = _pictures(place, trace, events)
     body = [
         element("h2", heading, " ", source_mark(trace.source)),
-        *(element("p", note, class_="note") for note in (*loaded.notes, selection.note) if note),
-        element("dl", *(figure.html() for figure in key_figures(metrics, trace)), class_="keys"),
+        *(element("p", note, class_="note") for note in (*loaded.notes, left_out) if note),
+        element("dl", *keys, class_="keys"),
         pictures,
-        _waterfall(causes, trace.source),
+        *waterfall,
         element("div", *_charts(place, trace), class_="charts"),
         *(table.html() for table in tables if table is not None),
         *_texts(trace),
@@ -84,43 +99,30 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
     return RunSection(heading, trace.source, overview_row(metrics), html, num_drawn)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Events that are shown, sorted by (rank, start_ns), and a note where these are not all of the trace."""
+def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> tuple[np.ndarray, str]:
+    """Return the last whole steps that `max_events` hold, or of a step that is too large its first ranks, and a note.
 
-    events: np.ndarray
-    note: str = ""
-
-
-def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> Selection:
-    """Take the last whole steps that `max_events` hold; of a single step that is too large, its first ranks."""
+    Events are sorted by (rank, start_ns); the note is empty if they are all of the trace.
+    """
     events = trace.events
     if len(events) <= max_events:
-        return Selection(events)
+        return events, ""
     steps, counts = np.unique(events["step"], return_counts=True)
     fitting = int((np.cumsum(counts[::-1]) <= max_events).sum())
     if fitting:
         first = int(steps[len(steps) - fitting])
         note = f"shown: {counted(fitting, 'step')} from {first} on, of {counted(len(steps), 'step')} in the trace"
-        return Selection(events[events["step"] >= first], note)
+        return events[events["step"] >= first], note
     last = events[events["step"] == steps[-1]]
     ranks, counts = np.unique(last["rank"], return_counts=True)
     fitting = max(int((np.cumsum(counts) <= max_events).sum()), 1)
     note = f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in the trace"
-    return Selection(last[last["rank"] <= ranks[fitting - 1]][:max_events], note)
+    return last[last["rank"] <= ranks[fitting - 1]][:max_events], note
 
 
 def source_mark(source: str) -> Html:
     """Return the mark for the source of figures."""
     return element("span", SOURCE_MARKS.get(source, source), class_=f"source {source}")
-
-
-def _heading(name: str, trace: Trace) -> str:
-    facts = run_facts(trace)
-    size = counted(trace.world_size, "rank")
-    if facts.partitions and facts.replicas:
-        size += f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
-    return f"{name}: {facts.schedule or 'run'} on {size}"
 
 
 def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
@@ -157,58 +159,31 @@ def _charts(place: int, trace: Trace) -> list[Html]:
     steps = np.sort(trace.steps, order="step")
     if not len(steps):
         return []
-    times_ms = step_times_s(steps) * 1e3
-    charts = (
-        line_chart(f"{name}-{place}", steps["step"], y, "optimizer step", f"{title}, {trace.source}",
-        is_from_zero=is_from_zero)
-        for name, y, title, is_from_zero in (
-            ("loss", steps["loss"], "Training loss", False), ("step-times", times_ms, "Step time in ms", True),
-        )
-    )  # fmt: skip
-    return [chart for chart in charts if chart]
-
-
-def _attribution(trace: Trace) -> Attribution | None:
-    """Return what the step's time was lost to; None if the trace lacks what that takes."""
-    try:
-        return attribute(trace)
-    except ConfigError:
-        return None
-
-
-def _waterfall(causes: Attribution | None, source: str) -> Html:
-    if causes is None:
-        return Html("")
-    picture = io.BytesIO()
-    waterfall_figure(causes).savefig(picture, format="svg", dpi=DPI, facecolor="white")
-    caption = element("figcaption", f"Where the time of a step was lost, {source}")
-    return element("figure", caption, svg_image(picture.getvalue(), "Waterfall from ideal to actual step time"))
+    name = "optimizer step"
+    loss = line_chart(f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}")
+    times_ms, about = step_times_s(steps) * 1e3, f"Step time in ms, {trace.source}"
+    return [loss, line_chart(f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True)]
 
 
 def _texts(trace: Trace) -> list[Html]:
-    attributes = yaml.safe_dump(_shortened(trace.attributes), sort_keys=True, allow_unicode=True)
-    rows = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(trace.schedule_rows))
-    texts = (
-        ("Configuration", trace.run_yaml),
-        ("Versions, hosts and clocks", attributes),
-        (f"Schedule, sha256 {trace.schedule_sha256}", rows),
-        ("Memory plan", _indented(trace.memory_plan)),
-    )
-    return [
-        element("details", element("summary", title), element("pre", text)) for title, text in texts if text.strip()
-    ]
-
-
-def _shortened(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the lists that have an item a rank at 64 of them."""
-    return {
+    """Return the texts that a trace holds; lists that have an item a rank are cut at 64 of them."""
+    shortened = {
         key: [*value[:64], f"... {len(value)} in all"] if isinstance(value, list) and len(value) > 64 else value
-        for key, value in attributes.items()
+        for key, value in trace.attributes.items()
     }
-
-
-def _indented(text: str) -> str:
-    try:
-        return json.dumps(json.loads(text), indent=1) if text else ""
-    except ValueError:
-        return text
+    plan = trace.memory_plan
+    with contextlib.suppress(ValueError):
+        plan = json.dumps(json.loads(plan), indent=1)
+    texts = {
+        "Configuration": trace.run_yaml,
+        "Versions, hosts and clocks": yaml.safe_dump(shortened, sort_keys=True, allow_unicode=True),
+        f"Schedule, sha256 {trace.schedule_sha256}": "\n".join(
+            f"rank {rank}: {row}" for rank, row in enumerate(trace.schedule_rows)
+        ),
+        "Memory plan": plan,
+    }
+    return [
+        element("details", element("summary", title), element("pre", text))
+        for title, text in texts.items()
+        if text.strip()
+    ]

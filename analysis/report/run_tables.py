@@ -1,46 +1,114 @@
-"""The tables of one run: ranks, stages, causes of lost time, and predictions beside observations."""
+"""Key figures of one run and its tables: ranks, stages, causes of lost time, predictions beside observations."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.attribution import Attribution
+from analysis.attribution.causes import Attribution
 from analysis.metrics.events import COMPUTE, of_kinds
-from analysis.metrics.run_metrics import Metrics
-from analysis.report.table import Cell, Table
+from analysis.metrics.run_metrics import NS, Metrics
+from analysis.metrics.statistics import min_values
+from analysis.report.html import Cell, Table
 from gems.trace import KINDS, Trace
-from gems.utils.units import MIB
+from gems.utils.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
 
-NS = 1e-9
 PEAKS = (
     ("activations", "predicted_activation_bytes", "peak_activation_bytes"),
     ("allocated", "peak_bytes", "peak_allocated_bytes"),
 )
 
 
-def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
-    """Return a table with a row for each rank.
+class Figure(NamedTuple):
+    """A figure of the headline: its name, its value with unit, and a line of detail."""
 
-    Columns are the host, the time in compute and its share, peaks in MiB, and the lost time by cause if known.
-    """
+    name: str
+    value: str
+    detail: str = ""
+
+
+def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
+    """Return the figures of a run's headline; those that the trace does not contain are left out."""
+    rate = UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)
+    found = [
+        Figure("images/s", rate, f"{metrics.num_images} images in {metrics.num_steps} steps"),
+        _step_time(metrics),
+        Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
+        Figure("bubble", _percent(metrics.bubble_measured), f"by formula {_percent(metrics.bubble_formula)}"),
+        *_peaks(metrics),
+    ]
+    if metrics.loss_first is not None and metrics.loss_last is not None:
+        found.append(Figure("training loss", f"{metrics.loss_last:.4g}", f"first {metrics.loss_first:.4g}"))
+    accuracy, majority = (trace.attributes.get(f"validation_{name}") for name in ("accuracy", "majority"))
+    if accuracy is not None:
+        beside = "" if majority is None else f"majority class {_percent(float(majority))}"
+        found.append(Figure("validation accuracy", _percent(float(accuracy)), beside))
+    return [figure for figure in found if figure.value != UNKNOWN]
+
+
+def overview_row(metrics: Metrics) -> dict[str, Cell]:
+    """Return the figures by which runs are compared, each in one unit; None if unknown."""
+    peaks = [peak for peak in metrics.peak_device_bytes if peak]
+    return {
+        "images/s": metrics.images_per_s,
+        "step, median [ms]": _scaled(metrics.step_median_s, 1e3),
+        "efficiency [%]": _scaled(metrics.efficiency, 100),
+        "bubble [%]": _scaled(metrics.bubble_measured, 100),
+        "peak on a device [MiB]": max(peaks) / MIB if peaks else None,
+        "last loss": metrics.loss_last,
+    }
+
+
+def _step_time(metrics: Metrics) -> Figure:
+    unit, bounds = time_unit([metrics.step_p95_s]), ""
+    low, high = metrics.step_low_s, metrics.step_high_s
+    if low is not None and high is not None and low < high:
+        name = "95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
+        bounds = f"{name} {unit.show(low)} to {unit.show(high)}; "
+    warm_up = f", {metrics.num_warmup_steps} warm-up left out" if metrics.num_warmup_steps else ""
+    detail = f"{bounds}95th percentile {_with_unit(metrics.step_p95_s, unit)}; {metrics.num_steps} steps{warm_up}"
+    return Figure("step time, median", _with_unit(metrics.step_median_s, unit), detail)
+
+
+def _peaks(metrics: Metrics) -> list[Figure]:
+    found = []
+    for name, peaks in (
+        ("peak on a device", metrics.peak_device_bytes),
+        ("peak by the driver", metrics.peak_driver_bytes),
+        ("peak resident memory", metrics.peak_rss_bytes),
+    ):
+        known = [(peak, rank) for rank, peak in enumerate(peaks) if peak]
+        if known:
+            (most, rank), (least, _), unit = max(known), min(known), bytes_unit([max(known)[0]])
+            found.append(Figure(name, _with_unit(most, unit), f"rank {rank}; least {_with_unit(least, unit)}"))
+    return found
+
+
+def _with_unit(value: float | None, unit: Unit) -> str:
+    return UNKNOWN if value is None else f"{unit.show(value)} {unit.name}"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
+    """Return a row for each rank: host, time in compute and its share, peaks, and the lost time by cause if known."""
     hosts = trace.attributes.get("hostnames", ())
     lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
-    rows: list[tuple[Cell, ...]] = []
-    for rank in range(trace.world_size):
-        busy_s = metrics.busy_s[rank]
-        share = None if busy_s is None or not metrics.time_s else 100 * busy_s / metrics.time_s
-        peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
-        rows.append(
-            (
-                rank, str(hosts[rank]) if rank < len(hosts) else None, busy_s, share,
-                *(None if peak[rank] is None else float(peak[rank] or 0) / MIB for peak in peaks),
-                *(1e3 * found[rank] if rank < len(found) else None for found in lost.values()),
-            )
-        )  # fmt: skip
+    peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            rank, str(hosts[rank]) if rank < len(hosts) else None, busy_s,
+            _scaled(busy_s, 100 / metrics.time_s) if metrics.time_s else None,
+            *(_scaled(peak[rank], 1 / MIB) for peak in peaks),
+            *(1e3 * found[rank] if rank < len(found) else None for found in lost.values()),
+        )
+        for rank, busy_s in enumerate(metrics.busy_s)
+    ]  # fmt: skip
     columns = (
         "rank", "host", "in compute [s]", "in compute [%]", "peak, ledger [MiB]", "peak, driver [MiB]",
         "peak, resident [MiB]", *lost,
@@ -49,10 +117,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
 
 
 def stage_table(name: str, trace: Trace) -> Table | None:
-    """Return a table with a row for each stage.
-
-    Columns are its layers, the median of each kind of compute in ms, and their sum over the stages' mean.
-    """
+    """Return a row for each stage: layers, medians of each kind of compute, and their sum over the stages' mean."""
     medians = stage_medians_s(trace)
     if not medians:
         return None
@@ -64,7 +129,7 @@ def stage_table(name: str, trace: Trace) -> Table | None:
         (
             stage,
             f"{cuts[stage]} to {cuts[stage + 1] - 1}" if stage + 1 < len(cuts) else None,
-            *(None if kind not in found else 1e3 * found[kind] for kind in kinds),
+            *(_scaled(found.get(kind), 1e3) for kind in kinds),
             1e3 * totals[stage],
             totals[stage] / mean_s if mean_s else None,
         )

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval, median_draws, percentile_interval
-from analysis.scaling.efficiency import base_points, scaling_kind
 from analysis.scaling.laws import LAWS, Law
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, base_points, scaling_kind
 from gems.errors import ConfigError, one_of
 from gems.trace import SOURCES
 from gems.utils.units import number
@@ -119,13 +118,10 @@ class Fit:
         asked = np.asarray(ranks, dtype=float)
         refused = asked[(asked < self.first_ranks) | (asked > self.limit_ranks)]
         if len(refused):
-            raise ConfigError(
-                "ranks",
-                f"{refused[0]:g}",
-                f"allowed: {self.first_ranks} to {self.limit_ranks}",
-                f"{self.law} was fitted to {self.first_ranks} to {self.last_ranks} ranks and is not valid beyond "
-                f"{MAX_EXTRAPOLATION} times that",
-            )
+            fitted = f"{self.law} was fitted to {self.first_ranks} to {self.last_ranks} ranks"
+            advice = f"{fitted} and is not valid beyond {MAX_EXTRAPOLATION} times that"
+            allowed = f"allowed: {self.first_ranks} to {self.limit_ranks}"
+            raise ConfigError("ranks", f"{refused[0]:g}", allowed, advice)
         law = LAWS[self.law]
         value = law.predict(self.coefficients, asked)[0]
         low, high = np.percentile(law.predict(self.draws, asked), [2.5, 97.5], axis=0)
@@ -269,9 +265,8 @@ def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
         return []
     most = max((each.num_ranks for each in make_series(points)), default=None)
     if most is None:
-        return [
-            f"a fit needs points on {MIN_POINTS} numbers of ranks of one source in strong, weak or capability scaling"
-        ]
+        kinds = "strong, weak or capability scaling"
+        return [f"a fit needs points on {MIN_POINTS} numbers of ranks of one source in {kinds}"]
     return [f"{law.name} {too_few(law, most)}" for law in _laws(choice) if most < law.min_points]
 
 

@@ -1,9 +1,10 @@
-"""Points of a scaling study: runs that are alike, their step times, and the figures that follow."""
+"""Points of a scaling study: runs that are alike, their step times and efficiencies, bases, and kinds of scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,20 @@ import numpy as np
 
 from analysis.io.run_config import read_head, read_section
 from analysis.metrics.run_metrics import NS, step_times_s
-from analysis.metrics.statistics import Interval, median_draws, median_interval, percentile, percentile_interval
+from analysis.metrics.statistics import (
+    Interval,
+    harmonic_mean,
+    median_draws,
+    median_interval,
+    percentile,
+    percentile_interval,
+)
 from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import SOURCES
+from gems.utils.units import counted, number
 
+MAX_JOINED = 4  # times as many ranks
 DOCUMENTED = ("git_commit", "versions", "created_utc")
 
 
@@ -33,15 +43,6 @@ class Setting:
     versions: tuple[str, ...] = ()
     num_warmup_steps: int = 0
     clock_error_s: float = 0.0
-
-    def with_(self, other: Setting) -> Setting:
-        """Return the union of two settings."""
-        union = {
-            name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
-            for name in ("missing", "commits", "versions")
-        }
-        fewest = min(self.num_warmup_steps, other.num_warmup_steps)
-        return Setting(**union, num_warmup_steps=fewest, clock_error_s=max(self.clock_error_s, other.clock_error_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,7 @@ def read_point(path: Path) -> Point:
     Raises:
         ConfigError: no trace there, an unreadable one, one without its configuration, or no step after warm-up.
     """
-    head = read_head(path)
-    attributes, steps, document = head.attributes, head.steps, head.document
+    attributes, steps, document = read_head(path)
     is_counted = steps["is_warmup"] == 0
     images = steps["images"][is_counted]
     if not len(images):
@@ -229,12 +229,19 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
 
 
 def _together(point: Point, other: Point) -> Point:
+    mine, its = point.setting, other.setting
+    names = ("missing", "commits", "versions")
+    setting = Setting(
+        **{name: tuple(sorted({*getattr(mine, name), *getattr(its, name)})) for name in names},
+        num_warmup_steps=min(mine.num_warmup_steps, its.num_warmup_steps),
+        clock_error_s=max(mine.clock_error_s, its.clock_error_s),
+    )
     return replace(
         point,
         step_s=point.step_s + other.step_s,
         signatures=point.signatures + other.signatures,
         num_images=(point.num_images or 0) + (other.num_images or 0),
-        setting=point.setting.with_(other.setting),
+        setting=setting,
         run_steps=point.run_steps + other.run_steps,
     )
 
@@ -284,3 +291,127 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
 def _problem(model: ModelConfig, data: DataConfig) -> tuple[Any, ...]:
     seen = ((key, str(value)) for key, value in sorted(asdict(model).items()))  # values may be lists and mappings
     return (*seen, data.channels, data.height_px * data.width_px)
+
+
+def base_points(points: Sequence[Point]) -> dict[str, Point]:
+    """Return the base of each line: its smallest point, of the most real of several sources."""
+    ordered = sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True)
+    return {point.line: point for point in ordered}
+
+
+def scaling_kind(points: Sequence[Point]) -> str:
+    """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
+
+    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a
+    line; a comparison has one number of ranks.
+    """
+    if len({point.ranks for point in points}) == 1:
+        return "comparison"
+    problems = {(point.line, point.work_s is None, point.problem) for point in points}
+    if len(problems) > len({(line, is_measured) for line, is_measured, _ in problems}):
+        return "capability"
+    if len({point.images_per_step for point in points}) == 1:
+        return "strong"
+    lines = {point.line for point in points}
+    return "weak" if len(images_per_rank(points)) == len(lines) else "mixed"
+
+
+def images_per_rank(points: Sequence[Point]) -> set[tuple[str, Fraction]]:
+    """Return the images of a step over the ranks, by line: one for each line in weak scaling."""
+    return {(point.line, Fraction(point.images_per_step, point.ranks)) for point in points}
+
+
+def most_real(points: Sequence[Point]) -> list[Point]:
+    """Return one point for each number of ranks, measured before emulated before simulated."""
+    best: dict[int, Point] = {}
+    for point in sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source))):
+        best.setdefault(point.ranks, point)
+    return list(best.values())
+
+
+def may_join(kind: str, point: Point, after: Point) -> bool:
+    """Return whether neighbours may be joined: at most four times the ranks, and images do not change independently."""
+    return kind != "mixed" and after.ranks <= MAX_JOINED * point.ranks
+
+
+def agreements(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return every simulated point that has run too: `error` is predicted over observed step time, less 1."""
+    return [
+        {
+            **{name: getattr(point, name) for name in ("line", "ranks", "source")},
+            "step_s": point.step_median_s, "simulated_s": other.step_median_s,
+            "error": other.step_median_s / point.step_median_s - 1.0,
+        }
+        for point in points
+        for other in points
+        if other.source == "simulated" and point.source != "simulated" and _same_work(point, other)
+    ]  # fmt: skip
+
+
+def _same_work(point: Point, other: Point) -> bool:
+    names = ("line", "partitions", "replicas", "micro_batches", "images_per_step")
+    is_same = all(getattr(point, name) == getattr(other, name) for name in names)
+    return is_same and (point.work_s is None or point.problem == other.problem)
+
+
+def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return the table of points, with units in the names of its columns; None for an unknown figure."""
+    kind, bases = scaling_kind(points), base_points(points)
+    rows = []
+    for point in points:
+        base, step = bases[point.line], point.step_interval_s
+        share = point.efficiency_interval(base)
+        row: dict[str, Any] = {"schedule": point.line}
+        for name in ("source", "ranks", "partitions", "replicas", "micro_batches", "images_per_step"):
+            row[name] = getattr(point, name)
+        row |= {
+            "num_steps": len(point.step_s), "step_median_s": step.value, "step_low_s": step.low,
+            "step_high_s": step.high, "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
+            "step_min_s": min(point.step_s), "step_p95_s": point.step_p95_s, "step_max_s": max(point.step_s),
+            "images_per_s": point.images_per_s,
+            "images_per_s_mean": harmonic_mean(point.images_per_step / np.asarray(point.step_s)),
+        }  # fmt: skip
+        for end, name in (("value", ""), ("low", "_low"), ("high", "_high")):
+            row[f"parallel_efficiency{name}"] = None if share is None else getattr(share, end)
+        row |= {"compute_efficiency": point.compute_efficiency, "scaling": kind}
+        row |= {f"base_{name}": getattr(base, name) for name in ("ranks", "source", "images_per_s")}
+        rows.append(row | {"signatures": " ".join(point.signatures)})
+    return rows
+
+
+def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return the base of each line with its absolute figures, as plain data."""
+    names = ("source", "ranks", "images_per_s", "step_median_s")
+    return [
+        {"schedule": line, **{name: getattr(base, name) for name in names}}
+        for line, base in sorted(base_points(points).items())
+    ]
+
+
+def title(points: Sequence[Point]) -> tuple[str, str]:
+    """Return the headline, which names the kind of scaling, and the line below it."""
+    first = points[0]
+    images = " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
+    headline = {
+        "strong": f"strong scaling, {first.images_per_step} images a step",
+        "weak": f"weak scaling, {images} images a rank",
+        "capability": "capability scaling, the work of an image grows",
+        "comparison": f"schedules on {counted(first.ranks, 'rank')}",
+        "mixed": "scaling, images a step and ranks change independently",
+    }[scaling_kind(points)]
+    is_range = any(point.has_range for point in points)
+    bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
+    detail = f"median step, bars are {bars}, warm-up left out"
+    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
+    if known:
+        detail += f"; {format_error(max(known))}"
+    found = [each["error"] for each in agreements(points)]
+    if found:
+        low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
+        detail += f"; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+    return headline, detail
+
+
+def describe_base(base: Point) -> str:
+    """Return a base with its absolute figure, its ranks and its source."""
+    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"

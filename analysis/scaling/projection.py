@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from analysis.io.run_config import read_head
-from analysis.scaling.efficiency import base_points
-from analysis.scaling.points import Point, format_error
+from analysis.scaling.points import Point, base_points, format_error
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
@@ -31,28 +30,10 @@ CONSTANTS = (
     COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_latency_s", "machine.node_bytes_per_s",
     "machine.noise",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A published scaling efficiency, of 1: of a schedule and model on a number of ranks, and its source."""
-
-    schedule: str
-    model: str
-    ranks: int
-    efficiency: float
-    source: str
-
-
-EFFICIENCIES = (
-    Published("gems_master", "resnet-1001-v2", 1024, 0.9732, "Jain et al., SC 2020, abstract; base not stated there"),
-)  # fmt: skip
-
-
-def published(schedule: str, model: str, ranks: int) -> Published | None:
-    """Return the published efficiency of a schedule and model on so many ranks, or None."""
-    of = (schedule, model, ranks)
-    return next((each for each in EFFICIENCIES if (each.schedule, each.model, each.ranks) == of), None)
+# Published scaling efficiencies, of 1, with their sources: by schedule, model and ranks.
+PUBLISHED = {
+    ("gems_master", "resnet-1001-v2", 1024): (0.9732, "Jain et al., SC 2020, abstract; base not stated there")
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +44,7 @@ class Place:
     efficiency: float
     low: float
     high: float
-    published: Published | None
+    published: tuple[float, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +97,7 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
                 _efficiencies(runs, first, dict(zip(constants, factors, strict=True)), schedules, draw, NUM_BAND_STEPS)
             )
         for point, low, high in zip(mine, *np.quantile(drawn, BAND, axis=0).tolist(), strict=True):
-            beside = published(runs[0].schedule.name, point.model, point.ranks)
+            beside = PUBLISHED.get((runs[0].schedule.name, point.model, point.ranks))
             places.append(Place(point, point.efficiency(base) or 0.0, low, high, beside))
         for name, value in machine_constants(last).items():
             less, more = (
@@ -187,32 +168,24 @@ def _efficiencies(
 
 def _read_spec(path: Path) -> tuple[str, RunSpec]:
     """Read a run's signature and configuration from its trace."""
-    head = read_head(path)
-    signature = str(head.attributes.get("signature", ""))
+    attributes, _, document = read_head(path)
+    signature = str(attributes.get("signature", ""))
     try:
-        return signature, RunSpec.from_dict(head.document)
+        return signature, RunSpec.from_dict(document)
     except (ConfigError, TypeError):  # of another version: nothing to simulate again
         return signature, RunSpec()
 
 
 def place_rows(found: Projection) -> list[dict[str, Any]]:
     """Return a row a point; efficiencies are of 1."""
-    return [
-        {
-            "schedule": place.point.line,
-            "source": place.point.source,
-            "ranks": place.point.ranks,
-            "images_per_s": place.point.images_per_s,
-            "parallel_efficiency": place.efficiency,
-            "band_low": place.low,
-            "band_high": place.high,
-            "published_efficiency": None if place.published is None else place.published.efficiency,
-            "published_source": "" if place.published is None else place.published.source,
-            "calibrated_from": found.calibrated_from,
-            "held_out_error": found.held_out_error,
-        }
-        for place in found.places
-    ]
+    rows = []
+    for place in found.places:
+        row: dict[str, Any] = {"schedule": place.point.line}
+        row |= {name: getattr(place.point, name) for name in ("source", "ranks", "images_per_s")}
+        row |= {"parallel_efficiency": place.efficiency, "band_low": place.low, "band_high": place.high}
+        row["published_efficiency"], row["published_source"] = place.published or (None, "")
+        rows.append(row | {"calibrated_from": found.calibrated_from, "held_out_error": found.held_out_error})
+    return rows
 
 
 def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
@@ -231,8 +204,7 @@ def projection_table(found: Projection) -> str:
     places = []
     for place in found.places:
         low, value, high = (f"{100 * share:.2f}" for share in (place.low, place.efficiency, place.high))
-        beside = place.published
-        shown = f"published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
+        shown = f"published {100 * place.published[0]:.2f} ({place.published[1]})" if place.published else ""
         places.append((place.point.line, place.point.ranks, value, f"{low} to {high}", shown))
     constants = [
         (each.line, each.ranks, each.constant, each.value, 100 * each.less, 100 * each.more)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from analysis.metrics.statistics import further_values, min_values
-from analysis.scaling.efficiency import base_points, describe_base, may_join, neighbours, scaling_kind
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, base_points, describe_base, may_join, most_real, scaling_kind
 from gems.trace import SOURCES
 from gems.utils.units import counted
 
@@ -23,13 +22,9 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule on what may be claimed.
+    """What may be claimed: whether the points keep a rule (None if it does not apply), and how, or why not.
 
-    Attributes:
-        number: of the twelve; 13 for the precision of the median.
-        title: what it asks for.
-        holds: whether the points keep it; None if it does not apply.
-        text: how it is kept, or why not and what to do.
+    `number` is that of the twelve, 13 for the precision of the median; `title` is what it asks for.
     """
 
     number: int
@@ -197,7 +192,8 @@ def _lines(points: Sequence[Point]) -> Finding:
         )
     apart = [
         f"{point.ranks} and {after.ranks} ranks of {point.line}"
-        for point, after in neighbours(points)
+        for line in dict.fromkeys(point.line for point in points)
+        for point, after in pairwise(most_real([point for point in points if point.line == line]))
         if not may_join(kind, point, after)
     ]
     return f"{_named(apart)} are too far apart to be joined; run a point between them" if apart else None

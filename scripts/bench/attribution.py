@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
-from analysis.attribution import Attribution, attribute
+from analysis.attribution.causes import Attribution, attribute
 from analysis.cli.collect import collect
 from gems.config.compose import compose
 from scripts.bench.rig import Table, finished_run, in_turns, machine

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from analysis.export import export_runs
+from analysis.export.formats import export_runs
 from analysis.io.load import load_trace
 from analysis.plots.figure import save_figure
 from analysis.plots.timeline import timeline_figure
-from analysis.report import build_report
+from analysis.report.build import build_report
 from gems.config.compose import compose
 from gems.runs.simulated_run import simulated_trace
 from gems.simulation.build import lowered_schedule

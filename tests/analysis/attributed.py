@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from analysis.attribution import CAUSES, Attribution
+from analysis.attribution.causes import CAUSES, Attribution
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.simulated_run import simulated_trace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.attribution import CAUSES, attribute
+from analysis.attribution.causes import CAUSES, attribute
 from gems.schedule import published
 from tests.analysis.attributed import check_sums, spec_of, trace_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.attribution import CAUSES, Attribution, attribute
-from analysis.attribution.table import COLUMNS, attribution_table, largest_line
+from analysis.attribution.causes import CAUSES, COLUMNS, Attribution, attribute, attribution_table, largest_line
 from analysis.cli.summary import summary_table
 from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.waterfall import waterfall_figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.attribution import CAUSES, attribute
+from analysis.attribution.causes import CAUSES, attribute
 from analysis.attribution.graph import build_graph, schedule_from
 from analysis.attribution.measured import measure
 from gems.errors import ConfigError

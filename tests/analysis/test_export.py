@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from analysis.__main__ import main
-from analysis.export import export_runs
-from analysis.export.perfetto import THREADS, thread_numbers
+from analysis.export.formats import THREADS, export_runs, thread_numbers
 from gems.errors import ConfigError
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, write_trace
 
@@ -117,7 +116,6 @@ def test_the_table_of_events_is_read_back(run: Path, trace: Trace) -> None:
 
 def test_pieces_are_joined_without_a_seam(run: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: export_runs([run], name).path.read_bytes() for name in ("perfetto", "csv")}
-    monkeypatch.setattr("analysis.export.perfetto.ROWS", 7)
     monkeypatch.setattr("analysis.export.formats.ROWS", 7)
     assert {name: export_runs([run], name).path.read_bytes() for name in whole} == whole
 

@@ -10,8 +10,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.io.files import write_csv
-from analysis.scaling.efficiency import point_rows
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, point_rows
 from gems.planner.hybrid.inputs import read_efficiency
 
 PNG = b"\x89PNG"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.metrics.step_window import step_window
+from analysis.metrics.events import step_window
 from analysis.plots.figure import save_figure
 from analysis.plots.memory_curve import memory_figure, rank_curve
 from analysis.plots.timeline import IDLE_COLOUR, LOOKS, timeline_figure

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.report import build_report
+from analysis.report.build import build_report
 from gems.trace import Trace
 from tests.analysis.browser import Page, browser, find_browser
 from tests.analysis.conftest import Simulated

@@ -19,17 +19,14 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.io.find import default_out, find_runs
+from analysis.io.load import default_out, find_runs
 from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.timeline import LOOKS
-from analysis.report import build_report
-from analysis.report.build import spread
+from analysis.report.build import POLICY, build_report, spread
 from analysis.report.canvas_data import NOT_DRAWN, TRACKS, look_numbers, packed, timeline_block
-from analysis.report.figures import key_figures
-from analysis.report.markup import Html, data_element, element
-from analysis.report.page import POLICY
+from analysis.report.html import Html, data_element, element
 from analysis.report.run_section import select_events
-from analysis.report.run_tables import stage_medians_s
+from analysis.report.run_tables import key_figures, stage_medians_s
 from gems.errors import ConfigError
 from gems.trace import KINDS, Trace, write_trace
 
@@ -209,12 +206,12 @@ def test_every_kind_has_the_look_of_the_printed_timeline(simulate: Simulate) -> 
 def test_of_too_many_events_the_last_whole_steps_are_kept(simulate: Simulate) -> None:
     trace = simulate(steps=6)
     of_step = len(trace.events) // 6
-    assert select_events(trace, 10 * of_step).note == ""
-    kept = select_events(trace, 2 * of_step + 1)
-    assert np.unique(kept.events["step"]).tolist() == [4, 5]
-    assert kept.note == "shown: 2 steps from 4 on, of 6 steps in the trace"
-    least = select_events(trace, of_step // 2)
-    assert np.unique(least.events["rank"]).tolist() == [0, 1] and "first 2 ranks, of 4" in least.note
+    assert select_events(trace, 10 * of_step)[1] == ""
+    kept, note = select_events(trace, 2 * of_step + 1)
+    assert np.unique(kept["step"]).tolist() == [4, 5]
+    assert note == "shown: 2 steps from 4 on, of 6 steps in the trace"
+    least, note = select_events(trace, of_step // 2)
+    assert np.unique(least["rank"]).tolist() == [0, 1] and "first 2 ranks, of 4" in note
 
 
 def test_medians_of_a_stage_add_up_its_segments(simulate: Simulate) -> None:

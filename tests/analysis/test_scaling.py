@@ -16,8 +16,16 @@ import yaml
 from analysis.__main__ import main
 from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
-from analysis.scaling.efficiency import agreements, base_points, point_rows, scaling_kind, title
-from analysis.scaling.points import Point, read_point, read_points
+from analysis.scaling.points import (
+    Point,
+    agreements,
+    base_points,
+    point_rows,
+    read_point,
+    read_points,
+    scaling_kind,
+    title,
+)
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
@@ -167,7 +175,7 @@ def test_a_prediction_is_held_against_the_same_point_alone(write: Write) -> None
             write(source="simulated", times_ms=(9, 19), unit_s=0.002),
         ]
     )  # fmt: skip
-    found = [(each.source, each.ranks, round(each.error, 6)) for each in agreements(points)]
+    found = [(each["source"], each["ranks"], round(each["error"], 6)) for each in agreements(points)]
     assert found == [("emulated", 4, -0.05), ("measured", 8, -0.5)]
     assert "off by -50.0 to -5.0 % (2 points)" in title(points)[1]
 

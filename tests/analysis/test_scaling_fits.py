@@ -15,9 +15,8 @@ from matplotlib.collections import PolyCollection
 from analysis.__main__ import main
 from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
-from analysis.scaling.efficiency import base_points, point_rows
 from analysis.scaling.fits import fit_laws
-from analysis.scaling.points import Point, read_points
+from analysis.scaling.points import Point, base_points, point_rows, read_points
 from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
 from tests.analysis.planted import noisy, point

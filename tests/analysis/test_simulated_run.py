@@ -11,8 +11,8 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.cli.collect import collect
+from analysis.metrics.events import step_window
 from analysis.metrics.run_metrics import backward_mean_s, run_metrics
-from analysis.metrics.step_window import step_window
 from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve

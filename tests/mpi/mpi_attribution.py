@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from analysis.attribution import Attribution, attribute
+from analysis.attribution.causes import Attribution, attribute
 from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
 from gems.runs.folder import RunFolder
