@@ -154,8 +154,7 @@ def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
     return graph.of_kinds(*(BRINGING_KINDS & COMPUTE_KINDS))
 
 
-def _with_gaps(graph: Graph) -> np.ndarray:
-    """Return the nodes whose lag is charged to the host."""
+def _with_gaps(graph: Graph) -> np.ndarray:  # nodes whose lag is charged to the host
     acting = graph.of_kinds(*COMPUTE_KINDS, *(COPY_KINDS if graph.copies_block else ()), Kind.STEP)
     found: np.ndarray = np.append(acting, np.flatnonzero(graph.is_arrival))
     return np.setdiff1d(found, nodes_awaiting_memory(graph))

@@ -139,10 +139,7 @@ def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | N
 
 
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
-    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages.
-
-    None if `events` hold no such action.
-    """
+    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages; None without any."""
     mine = events[of_kinds(events, kind)]
     if not len(mine):
         return None

@@ -108,10 +108,7 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Thin a long curve so that it looks the same when drawn.
-
-    Each column of pixels keeps its first, least, most and last bytes.
-    """
+    """Thin a long curve to what is drawn: each column of pixels keeps its first, least, most and last bytes."""
     if len(curve.time_ms) <= 4 * MAX_COLUMNS:
         return curve
     column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)

@@ -110,11 +110,7 @@ class Fit:
         return Interval(float(low), float(value), float(high))
 
     def curve(self, ranks: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the same over many ranks: rows low, value and high, shape (3, num_ranks).
-
-        Raises:
-            ConfigError: as `cost_s`.
-        """
+        """Return the same over many ranks, as `cost_s`: rows low, value and high, shape (3, num_ranks)."""
         asked = np.asarray(ranks, dtype=float)
         refused = asked[(asked < self.first_ranks) | (asked > self.limit_ranks)]
         if len(refused):
@@ -257,10 +253,7 @@ def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
-    """Return a reason for each chosen law for which no line has enough points.
-
-    A comparison on one number of ranks has no fit without a reason given, unless a law was chosen.
-    """
+    """Return a reason for each law for which no line has enough points; of a comparison only if a law was chosen."""
     if choice == "none" or (choice == "all" and scaling_kind(points) == "comparison"):
         return []
     most = max((each.num_ranks for each in make_series(points)), default=None)
