@@ -13,7 +13,10 @@ import gems
 from gems.launch.local_launcher import mpiexec_argv, rank_environment
 
 ROOT = Path(gems.__file__).resolve().parent.parent
-SMALL = ["data=synthetic", "schedule=1f1b", "parallel.micro_batches=2", "train.steps=3"]
+SMALL = [
+    "data=synthetic", "data.height_px=16", "data.width_px=16", "schedule=1f1b", "parallel.micro_batches=2",
+    "train.steps=3",
+]  # fmt: skip
 
 
 def run(program: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "extend.md"
 FILES = ("my_schedules.py", "my_policies.py", "my_data.py")
-QUICK = ["data.height_px=32", "data.width_px=32", "parallel.micro_batch_size=2"]
+QUICK = ["model.depth=8", "data.height_px=32", "data.width_px=32", "parallel.micro_batch_size=2"]
 TOLERANCE = 1e-12
 
 
