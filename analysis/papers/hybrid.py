@@ -9,7 +9,7 @@ import numpy as np
 
 from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
 from gems.planner.hybrid.end_to_end_time import BreakEven
-from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, NETWORKS, Input, Network, Published, Verdict
+from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, NETWORKS, Network, Published, Verdict
 from gems.planner.hybrid.quantity import Quantity, band, drawn
 from gems.utils.tables import RIGHT
 from gems.utils.tables import table as render
@@ -40,28 +40,24 @@ Inception-V3's epochs on 32 devices and more or solved from a derived ratio, whi
 class Gain:
     """A recomputed gain, as a part of data parallelism's time, beside the paper's figure (None: unpublished)."""
 
-    network: str
     devices: int
     gain: float
     low: float
     high: float
     published: Published | None
-    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A network with its gains at all numbers of devices, and where hybrid begins to win.
 
-    `noise_devices` is that by the noise scale that the epochs imply, or None. `reaches` are the fewest and the most
-    devices at which the inputs determine both sides.
+    `noise_devices` is that by the noise scale that the epochs imply, or None.
     """
 
     network: Network
     gains: tuple[Gain, ...]
     crossing: BreakEven
     noise_devices: float | None
-    reaches: tuple[int, int]
 
 
 def projections(networks: tuple[Network, ...] = NETWORKS, seed: int = 0) -> list[Projection]:
@@ -78,106 +74,87 @@ def _projection(network: Network, seed: int) -> Projection:
         workers = devices // DEGREE
         found = band(case.gain(workers, DEGREE), [draw.gain(workers, DEGREE) for draw in draws])
         value, low, high = (end - 1.0 for end in (found.value, found.low, found.high))
-        gains.append(Gain(network.title, devices, value, low, high, published.get(devices), network.verdict))
-    reaches = (network.devices[0], network.devices[-1])
-    return Projection(network, tuple(gains), network.break_even(draws), network.noise_break_even, reaches)
+        gains.append(Gain(devices, value, low, high, published.get(devices)))
+    return Projection(network, tuple(gains), network.break_even(draws), network.noise_break_even)
 
 
 def table(found: list[Projection]) -> str:
     """Return the projections as text: gains, crossing points, and every input with its mark."""
-    gains = render(
-        {
-            "network": "", "devices": RIGHT, "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "",
-            "which is": "",
-            "shows": "",
-        },
-        [_gain_row(each) for one in found for each in one.gains if each.published is not None],
-    )  # fmt: skip
-    inputs = render(
-        {"": "", "network": "", "input": "", "unit": "", "value": RIGHT, "is": ""},
-        [_input_row(one.network, each) for one in found for each in one.network.inputs],
-    )
-    return "\n".join(
-        [
-            HEAD, "", gains, "", "Where two-way workers begin to win:", *(_describe_crossing(one) for one in found), "",
-            "Inputs (! is not confirmed):", inputs, "", CAUTION,
-        ]
-    )  # fmt: skip
+    columns = {
+        "network": "", "devices": "d", "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "", "which is": "",
+        "shows": "",
+    }  # fmt: skip
+    gains = [
+        (
+            one.network.title, each.devices, f"{each.devices // DEGREE} x {DEGREE}", f"{100 * each.gain:+.1f} %",
+            f"{100 * each.low:+.1f} to {100 * each.high:+.1f}", f"{100 * each.published.gain:+.1f} %",
+            f"{each.published.mark} (its devices: {each.published.devices_mark})", str(one.network.verdict),
+        )
+        for one in found
+        for each in one.gains
+        if each.published is not None
+    ]  # fmt: skip
+    inputs = [
+        (
+            " " if each.mark.is_confirmed else "!", one.network.title, each.name,
+            UNKNOWN if each.unit == "1" else each.unit, each.value, str(each.mark),
+        )
+        for one in found
+        for each in one.network.inputs
+    ]  # fmt: skip
+    lines = [
+        HEAD,
+        "",
+        render(columns, gains),
+        "",
+        "Where two-way workers begin to win:",
+        *map(_describe_crossing, found),
+    ]
+    input_columns = {"": "", "network": "", "input": "", "unit": "", "value": "g", "is": ""}
+    return "\n".join([*lines, "", "Inputs (! is not confirmed):", render(input_columns, inputs), "", CAUTION])
 
 
 def answer(found: list[Projection]) -> dict[str, Any]:
     """Return the same as one object; gains are parts of 1, and every input is marked as confirmed or not."""
     return {
-        "schema": SCHEMA,
-        "source": "predicted",
-        "paper": PAPER,
-        "method": " ".join(HEAD.split()),
-        "caution": " ".join(CAUTION.split()),
-        "networks": [_network(one) for one in found],
+        "schema": SCHEMA, "source": "predicted", "paper": PAPER, "method": " ".join(HEAD.split()),
+        "caution": " ".join(CAUTION.split()), "networks": [_network(one) for one in found],
         "unconfirmed": [
             f"{one.network.title}: {each.name} ({each.mark})"
             for one in found
             for each in one.network.inputs
             if not each.mark.is_confirmed
         ],
-    }
+    }  # fmt: skip
 
 
 def _network(one: Projection) -> dict[str, Any]:
-    network, law = one.network, one.network.noise_scale
+    network, law, crossing = one.network, one.network.noise_scale, one.crossing
+    is_inside = crossing.below is not None
     return {
-        "network": network.title,
-        "method": network.method,
-        "verdict": str(network.verdict),
+        "network": network.title, "method": network.method, "verdict": str(network.verdict),
         "is_independent": network.verdict is Verdict.REPRODUCED,
-        "inputs": [_input(each) for each in network.inputs],
-        "gains": [_gain(each) for each in one.gains],
-        "needed_epochs_ratio": network.needed_ratio,
+        "inputs": [
+            {**asdict(each), "mark": str(each.mark), "is_confirmed": each.mark.is_confirmed} for each in network.inputs
+        ],
+        "gains": [_gain(each) for each in one.gains], "needed_epochs_ratio": network.needed_ratio,
         "crossing": {
-            "devices": one.crossing.devices if one.crossing.below is not None else None,
-            "low": one.crossing.low if one.crossing.below is not None else None,
-            "high": one.crossing.high if one.crossing.below is not None else None,
-            "above": one.crossing.below,
-            "at_most": one.crossing.listed,
-            "by_noise_scale": one.noise_devices,
+            **{name: getattr(crossing, name) if is_inside else None for name in ("devices", "low", "high")},
+            "above": crossing.below, "at_most": crossing.listed, "by_noise_scale": one.noise_devices,
             "is_modelled": True,
         },
         "noise_scale": None if law is None else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value},
-    }
-
-
-def _input(each: Input) -> dict[str, Any]:
-    return {**asdict(each), "mark": str(each.mark), "is_confirmed": each.mark.is_confirmed}
+    }  # fmt: skip
 
 
 def _gain(each: Gain) -> dict[str, Any]:
-    published = each.published
-    stated = None
+    stated, published = None, each.published
     if published is not None:
         stated = {
             "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
             "devices_mark": str(published.devices_mark), "source": published.source,
         }  # fmt: skip
-    return {
-        "devices": each.devices, "workers": each.devices // DEGREE, "ways": DEGREE, "gain": each.gain, "low": each.low,
-        "high": each.high, "published": stated,
-    }  # fmt: skip
-
-
-def _gain_row(each: Gain) -> tuple[str, ...]:
-    published = each.published
-    assert published is not None
-    return (
-        each.network, str(each.devices), f"{each.devices // DEGREE} x {DEGREE}", f"{100 * each.gain:+.1f} %",
-        f"{100 * each.low:+.1f} to {100 * each.high:+.1f}", f"{100 * published.gain:+.1f} %",
-        f"{published.mark} (its devices: {published.devices_mark})", str(each.verdict),
-    )  # fmt: skip
-
-
-def _input_row(network: Network, each: Input) -> tuple[str, ...]:
-    value = f"{each.value:g}"
-    mark = " " if each.mark.is_confirmed else "!"
-    return (mark, network.title, each.name, UNKNOWN if each.unit == "1" else each.unit, value, str(each.mark))
+    return {**asdict(each), "workers": each.devices // DEGREE, "ways": DEGREE, "published": stated}
 
 
 def _describe_crossing(one: Projection) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from analysis.papers.vdnn_network import Device, network_of
-from analysis.papers.vdnn_study import Policy, Study, study
+from analysis.papers.vdnn_study import Policy, Study, Timeline, study
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
 from gems.models import layers_of
-from gems.utils.tables import RIGHT
+from gems.utils.tables import RIGHT, Cell
 from gems.utils.tables import table as render
-from gems.utils.units import UNKNOWN, number
+from gems.utils.units import number
 
 MACHINE = "titan_x"
 GB = 1e9
@@ -38,13 +40,8 @@ faster (by transforms) and GoogLeNet's many small ones slower. GB are 10^9 bytes
 the datasheet's, the share 0.75 of them that of the public VGG timings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Describe a network of the paper.
-
-    `title` is its name there, `model` the option of `model=`, `side_px` the side of its images. The last field counts
-    the images in a mini-batch.
-    """
+class Load(NamedTuple):
+    """A network of the paper: its name there, the option of `model=`, the side of its images, and their number."""
 
     title: str
     model: str
@@ -96,24 +93,18 @@ _BEYOND, _SAVED_BEYOND = 6, (73.0, 98.0)
 
 def device_rates(machine: MachineConfig) -> Device:
     """Return the rates that a machine reaches."""
-    return Device(
-        machine.flops_per_s * machine.efficiency,
-        machine.memory_bytes_per_s * machine.efficiency,
-        machine.d2h_bytes_per_s,
-        machine.h2d_bytes_per_s,
-    )
+    reached = (machine.flops_per_s * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
+    return Device(*reached, machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
 
 
 def simulate_networks(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], MachineConfig]:
     """Simulate the networks on the paper's device, and return both."""
     made: dict[Load, Study] = {}
     for load in loads:
-        spec = compose(
-            [
-                f"model={load.model}", f"machine={MACHINE}", "data=synthetic", f"data.height_px={load.side_px}",
-                f"data.width_px={load.side_px}", f"data.channels={_CHANNELS}", f"data.num_classes={_CLASSES}",
-            ]
-        )  # fmt: skip
+        spec = compose([
+            f"model={load.model}", f"machine={MACHINE}", "data=synthetic", f"data.height_px={load.side_px}",
+            f"data.width_px={load.side_px}", f"data.channels={_CHANNELS}", f"data.num_classes={_CLASSES}",
+        ])  # fmt: skip
         image = (_CHANNELS, load.side_px, load.side_px)
         network = network_of(layers_of(spec.model, spec.data), image, load.num_images)
         made[load] = study(network, device_rates(spec.machine))
@@ -122,81 +113,46 @@ def simulate_networks(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study
 
 def table_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
     """Return the table: ours beside the paper's."""
-    rows: list[Row] = []
-    for load in (ALEXNET, OVERFEAT, GOOGLENET):
-        rows += _memory_rows(load, made[load])
-    rows += _vgg_rows(made[VGG16])
+    rows = list(_memory_rows(made))
+    every, conv = (made[VGG16].steps[policy] for policy in (Policy.ALL, Policy.CONV))
+    peak_bytes = every.peak_bytes + made[VGG16].params_bytes
     rows += [
-        _row(load, "feature layers' share", "%", 100 * made[load].feature_share, share)
-        for load, share in _SHARES.items()
+        _row(VGG16, "vdnn_conv: throughput lost", "%", 100 * conv.loss, _LOSS),
+        _row(VGG16, "vdnn_all: throughput lost", "%", 100 * every.loss, _LOSS),
+        _row(VGG16, "vdnn_all: peak with parameters", "GB", peak_bytes / GB, _CARD, "paper, the card's memory"),
     ]
+    for load, share in _SHARES.items():
+        rows.append(_row(load, "feature layers' share", "%", 100 * made[load].feature_share, share))
     for load, (total, source) in _TOTALS.items():
-        found = made[load]
-        rows.append(_row(load, "baseline without workspace", "GB", found.total_bytes / GB, total, source))
-        rows.append(_row(load, "baseline", "GB", (found.total_bytes + found.workspace_bytes) / GB, total, source))
-    rows += _beyond_rows(made, machine)
-    rows += [
-        _row(load, "step without vDNN", "ms", 1e3 * made[load].steps[Policy.NONE].step_s, step_ms, source)
-        for load, (step_ms, source) in _STEPS.items()
-    ]
+        bare_bytes = made[load].total_bytes
+        rows.append(_row(load, "baseline without workspace", "GB", bare_bytes / GB, total, source))
+        rows.append(_row(load, "baseline", "GB", (bare_bytes + made[load].workspace_bytes) / GB, total, source))
+    rows += _beyond_rows(made.values(), machine)
+    for load, (step_ms, source) in _STEPS.items():
+        rows.append(_row(load, "step without vDNN", "ms", 1e3 * made[load].steps[Policy.NONE].step_s, step_ms, source))
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """Return the rows as text, after the metric and before the reasons for differences."""
-    heads = ("network", "images", "quantity", "unit", "ours", "published", "difference", "source")
-    columns = {head: RIGHT if head in ("images", "ours", "published", "difference") else "" for head in heads}
-    return "\n".join((METRIC, "", render(columns, map(_cells, rows)), "", DIFFERENCES))
-
-
-def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> dict[str, Any]:
-    """Return the same as one object, with the memory over time of each network and policy: seconds and bytes."""
-    return {
-        "schema": "gems.vdnn/1",
-        "source": "simulated",
-        "machine": asdict(machine),
-        "metric": " ".join(METRIC.split()),
-        "differences": " ".join(DIFFERENCES.split()),
-        "rows": [{**asdict(row), "difference": row.difference} for row in rows],
-        "networks": [_network(load, found) for load, found in made.items()],
-    }
-
-
-def _memory_rows(load: Load, found: Study) -> list[Row]:
-    rows = []
-    for policy in (Policy.ALL, Policy.CONV, Policy.NONE):
-        step = found.steps[policy]
+def _memory_rows(made: dict[Load, Study]) -> Iterator[Row]:
+    for load, policy in product(_SAVED, (Policy.ALL, Policy.CONV, Policy.NONE)):
+        found, step = made[load], made[load].steps[policy]
         published = _SAVED[load] if policy is Policy.ALL else None
         for how, saved in (
             ("average saved, over calls", found.saved(step.call_average_bytes)),
             ("average saved, over time", found.saved(step.average_bytes)),
             ("average saved, over time, without workspace", found.saved(step.average_bytes, has_workspace=False)),
         ):
-            rows.append(_row(load, f"vdnn_{policy}: {how}", "%", 100 * saved, published))
-        rows.append(_row(load, f"vdnn_{policy}: peak saved", "%", 100 * found.saved(step.peak_bytes)))
-    return rows
+            yield _row(load, f"vdnn_{policy}: {how}", "%", 100 * saved, published)
+        yield _row(load, f"vdnn_{policy}: peak saved", "%", 100 * found.saved(step.peak_bytes))
 
 
-def _vgg_rows(found: Study) -> list[Row]:
-    rows = [
-        _row(VGG16, f"vdnn_{policy}: throughput lost", "%", 100 * found.steps[policy].loss, _LOSS)
-        for policy in (Policy.CONV, Policy.ALL)
-    ]
-    peak_bytes = found.steps[Policy.ALL].peak_bytes + found.params_bytes
-    return [
-        *rows,
-        _row(VGG16, "vdnn_all: peak with parameters", "GB", peak_bytes / GB, _CARD, "paper, the card's memory"),
-    ]
-
-
-def _beyond_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
+def _beyond_rows(made: Iterable[Study], machine: MachineConfig) -> list[Row]:
     """Return the paper's figures on those of its ten networks that the device cannot hold."""
     assert machine.device_bytes is not None
-    beyond = [found for found in made.values() if found.total_bytes + found.workspace_bytes > machine.device_bytes]
-    saved = [
-        100 * found.saved(found.steps[policy].average_bytes) for found in beyond for policy in (Policy.CONV, Policy.ALL)
-    ]
-    lost = [100 * found.steps[policy].loss for found in beyond for policy in (Policy.CONV, Policy.ALL)]
+    beyond = [found for found in made if found.total_bytes + found.workspace_bytes > machine.device_bytes]
+    steps = [(found, found.steps[policy]) for found in beyond for policy in (Policy.CONV, Policy.ALL)]
+    saved = [100 * found.saved(step.average_bytes) for found, step in steps]
+    lost = [100 * step.loss for _, step in steps]
     name = f"those beyond {number(machine.device_bytes / GB)} GB"
     return [
         Row(name, None, "how many of the ten", "networks", len(beyond), _BEYOND),
@@ -213,37 +169,47 @@ def _row(
     return Row(load.title, load.num_images, quantity, unit, ours, published, source)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    difference = UNKNOWN
-    if row.difference is not None:
+def table(rows: list[Row]) -> str:
+    """Return the rows as text, after the metric and before the reasons for differences."""
+    columns = {
+        "network": "", "images": "d", "quantity": "", "unit": "", "ours": RIGHT, "published": RIGHT,
+        "difference": RIGHT, "source": "",
+    }  # fmt: skip
+    return "\n".join((METRIC, "", render(columns, map(_cells, rows)), "", DIFFERENCES))
+
+
+def _cells(row: Row) -> tuple[Cell, ...]:
+    figures = f".{0 if row.unit == 'networks' else 1}f"
+    shown: tuple[Cell, ...] = (None, None, None)
+    if row.published is not None and row.difference is not None:
         difference = f"{row.difference:+.1f} " + ("points" if row.unit == "%" else "%")
-    return (
-        row.network, UNKNOWN if row.num_images is None else str(row.num_images), row.quantity, row.unit,
-        *(UNKNOWN if figure is None else f"{figure:.{0 if row.unit == 'networks' else 1}f}" for figure in (row.ours,
-        row.published)),
-        difference, UNKNOWN if row.published is None else row.source,
-    )  # fmt: skip
+        shown = (format(row.published, figures), difference, row.source)
+    return row.network, row.num_images, row.quantity, row.unit, format(row.ours, figures), *shown
 
 
-def _network(load: Load, found: Study) -> dict[str, Any]:
+def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> dict[str, Any]:
+    """Return the same as one object, with the memory over time of each network and policy: seconds and bytes."""
     return {
-        "network": load.title,
-        "num_images": load.num_images,
-        "maps_bytes": found.maps_bytes,
-        "gradients_bytes": found.gradients_bytes,
-        "workspace_bytes": found.workspace_bytes,
-        "params_bytes": found.params_bytes,
-        "policies": {
-            f"vdnn_{policy}": {
-                "step_s": step.step_s,
-                "compute_s": step.compute_s,
-                "average_bytes": step.average_bytes,
-                "call_average_bytes": step.call_average_bytes,
-                "peak_bytes": step.peak_bytes,
-                "offloaded_bytes": step.offloaded_bytes,
-                "seconds": [moment.seconds for moment in step.moments if moment.seconds],
-                "device_bytes": [moment.device_bytes for moment in step.moments if moment.seconds],
+        "schema": "gems.vdnn/1", "source": "simulated", "machine": asdict(machine), "metric": " ".join(METRIC.split()),
+        "differences": " ".join(DIFFERENCES.split()),
+        "rows": [{**asdict(row), "difference": row.difference} for row in rows],
+        "networks": [
+            {
+                "network": load.title, "num_images": load.num_images, "maps_bytes": found.maps_bytes,
+                "gradients_bytes": found.gradients_bytes, "workspace_bytes": found.workspace_bytes,
+                "params_bytes": found.params_bytes,
+                "policies": {f"vdnn_{policy}": _step(step) for policy, step in found.steps.items()},
             }
-            for policy, step in found.steps.items()
-        },
-    }
+            for load, found in made.items()
+        ],
+    }  # fmt: skip
+
+
+def _step(step: Timeline) -> dict[str, Any]:
+    timed = [moment for moment in step.moments if moment.seconds]
+    return {
+        "step_s": step.step_s, "compute_s": step.compute_s, "average_bytes": step.average_bytes,
+        "call_average_bytes": step.call_average_bytes, "peak_bytes": step.peak_bytes,
+        "offloaded_bytes": step.offloaded_bytes, "seconds": [moment.seconds for moment in timed],
+        "device_bytes": [moment.device_bytes for moment in timed],
+    }  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 from gems.errors import ConfigError
 from gems.models.layer import Layer
@@ -70,11 +71,6 @@ class Call:
     param_bytes: int = 0
     window: Window | None = None
 
-    @property
-    def is_feature(self) -> bool:
-        """Whether vDNN manages it: everything before the classifier."""
-        return self.kind is not CallKind.LINEAR
-
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -85,8 +81,8 @@ class Network:
 
     @property
     def managed(self) -> frozenset[int]:
-        """The buffers that vDNN manages: the images, and what feature calls write."""
-        return frozenset({0, *(call.writes for call in self.calls if call.is_feature)})
+        """The buffers that vDNN manages: the images, and what the calls before the classifier write."""
+        return frozenset({0, *(call.writes for call in self.calls if call.kind is not CallKind.LINEAR)})
 
     @property
     def map_bytes(self) -> int:
@@ -115,22 +111,23 @@ def network_of(layers: Sequence[Layer], image: tuple[int, int, int], num_images:
     Raises:
         ConfigError: a layer of another kind, or with a norm that needs statistics.
     """
-    maker = _Maker(num_images, image)
+    made = _Builder(num_images)
+    now = made.new(image[0], image[1:])
     for layer in layers:
         options, target = dict(layer.options), layer.target.rpartition(":")[2]
         if target == _CHAIN and options["norm"] == "none" and not options["carried"]:
-            maker.run(layer.name, options["steps"])
+            for step in options["steps"]:
+                now = made.step(layer.name, step, now)
         elif target in _CLASSIFIER:
-            maker.linear(layer.name, *(options[key] for key in _CLASSIFIER[target]))
+            now = made.linear(layer.name, now, *(options[key] for key in _CLASSIFIER[target]))
         else:
             raise ConfigError(
                 "model", layer.name, "vDNN's study has chains of convolution, pooling and inception without norm"
             )
-    return Network(tuple(maker.calls), tuple(maker.buffer_bytes))
+    return Network(tuple(made.calls), tuple(made.buffer_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Map:
+class _Map(NamedTuple):
     """A buffer of shape (N, channels, height, width)."""
 
     buffer: int
@@ -138,72 +135,51 @@ class _Map:
     px: tuple[int, int]
 
 
-class _Maker:
-    """Writes the calls down one after another."""
-
-    def __init__(self, num_images: int, image: tuple[int, int, int]) -> None:
+class _Builder:
+    def __init__(self, num_images: int) -> None:
         self.num_images = num_images
         self.calls: list[Call] = []
         self.buffer_bytes: list[int] = []
-        self.now = self._new(image[0], image[1:])
 
-    def run(self, name: str, steps: Sequence[Step]) -> None:
-        """Add the calls of one layer behind those that are there."""
-        for step in steps:
-            into = self._after(self.now, step)
-            self._step(name, step, self.now, into)
-            self.now = into
-
-    def linear(self, name: str, in_features: int, out_features: int) -> None:
-        """Add one of the classifier's matrix products."""
-        into = self._new(out_features, (1, 1))
-        flops = 2 * self.num_images * in_features * out_features
-        params = ITEM_BYTES * out_features * (in_features + 1)
-        moved = params + self._moved(self.now, into)
-        self.calls.append(Call(name, CallKind.LINEAR, self.now.buffer, into.buffer, moved, flops, params))
-        self.now = into
-
-    def _new(self, channels: int, px: tuple[int, int]) -> _Map:
+    def new(self, channels: int, px: tuple[int, int]) -> _Map:
         self.buffer_bytes.append(ITEM_BYTES * self.num_images * channels * prod(px))
         return _Map(len(self.buffer_bytes) - 1, channels, px)
 
-    def _after(self, given: _Map, step: Step) -> _Map:
-        return self._new(*_shape_after(given, step))
+    def linear(self, name: str, given: _Map, in_features: int, out_features: int) -> _Map:
+        into = self.new(out_features, (1, 1))
+        flops = 2 * self.num_images * in_features * out_features
+        params = ITEM_BYTES * out_features * (in_features + 1)
+        moved = params + self._moved(given, into)
+        self.calls.append(Call(name, CallKind.LINEAR, given.buffer, into.buffer, moved, flops, params))
+        return into
+
+    def step(self, name: str, step: Step, given: _Map, into: _Map | None = None) -> _Map:
+        """Add the calls of a step that reads `given` and writes `into`, a slice of it, or a map of its own."""
+        height_px, width_px = (side_after(px, (step,)) for px in given.px)
+        channels, px = channels_after(given.channels, (step,)), (height_px, width_px)
+        into = into or self.new(channels, px)
+        if isinstance(step, Fork):
+            for number, branch in enumerate(step.branches, 1):
+                now = given
+                for each in branch[:-1]:
+                    now = self.step(f"{name}.{number}", each, now)
+                self.step(f"{name}.{number}", branch[-1], now, into)
+            return into
+        moved = self._moved(given, _Map(into.buffer, channels, px))
+        if isinstance(step, Conv):
+            window = Window(
+                self.num_images, given.channels, channels, step.kernel, step.stride, step.padding, given.px, px
+            )
+            flops, params = window.flops, window.param_bytes
+            self.calls.append(Call(name, CallKind.CONV, given.buffer, into.buffer, moved, flops, params, window))
+            self.calls.append(Call(f"{name}.relu", CallKind.RELU, into.buffer, into.buffer))
+        else:
+            kind = CallKind.POOL if isinstance(step, Pool) else CallKind.NORM
+            self.calls.append(Call(f"{name}.{kind}", kind, given.buffer, into.buffer, moved))
+        return into
 
     def _moved(self, *maps: _Map) -> int:
         return sum(ITEM_BYTES * self.num_images * each.channels * prod(each.px) for each in maps)
-
-    def _step(self, name: str, step: Step, given: _Map, into: _Map) -> None:
-        """Add the calls of a step that reads `given` and writes `into`, or a slice of it."""
-        if isinstance(step, Fork):
-            for number, branch in enumerate(step.branches, 1):
-                self._branch(f"{name}.{number}", branch, given, into)
-            return
-        made = _Map(into.buffer, *_shape_after(given, step))
-        moved = self._moved(given, made)
-        if not isinstance(step, Conv):
-            kind = CallKind.POOL if isinstance(step, Pool) else CallKind.NORM
-            self.calls.append(Call(f"{name}.{kind}", kind, given.buffer, into.buffer, moved))
-            return
-        window = Window(
-            self.num_images, given.channels, made.channels, step.kernel, step.stride, step.padding, given.px, made.px
-        )  # fmt: skip
-        flops, params = window.flops, window.param_bytes
-        self.calls.append(Call(name, CallKind.CONV, given.buffer, into.buffer, moved, flops, params, window))
-        self.calls.append(Call(f"{name}.relu", CallKind.RELU, into.buffer, into.buffer))
-
-    def _branch(self, name: str, steps: Sequence[Step], given: _Map, joined: _Map) -> None:
-        for step in steps[:-1]:
-            into = self._after(given, step)
-            self._step(name, step, given, into)
-            given = into
-        self._step(name, steps[-1], given, joined)
-
-
-def _shape_after(given: _Map, step: Step) -> tuple[int, tuple[int, int]]:
-    """Return channels, and height and width in pixels, behind a step."""
-    height_px, width_px = (side_after(px, (step,)) for px in given.px)
-    return channels_after(given.channels, (step,)), (height_px, width_px)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +201,6 @@ class Device:
         return max(call.flops / self.flops_per_s, call.moved_bytes / self.memory_bytes_per_s)
 
     def backward_s(self, call: Call) -> float:
-        """Return the seconds of a backward call.
-
-        It takes twice as long as forward, except that the first convolution takes as long as forward: its images need
-        no gradient.
-        """
+        """Return the seconds of a backward call: twice forward's, except that images need no gradient."""
         is_first = call.kind is CallKind.CONV and call.reads == 0
         return (1 if is_first else 2) * self.forward_s(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -118,11 +118,52 @@ class Timeline:
 
 def play(network: Network, policy: Policy, device: Device) -> Timeline:
     """Simulate one step: forward, then backward, each call with the barrier at its end."""
-    played = _Play(network, offloads(network, policy), device)
-    played.forward()
-    played.backward()
-    compute_s = sum(device.forward_s(call) + device.backward_s(call) for call in network.calls)
-    return Timeline(tuple(played.moments), played.offloaded_bytes, compute_s)
+    calls, leaving, managed = network.calls, offloads(network, policy), network.managed
+    window = prefetch_window([call.kind is CallKind.CONV for call in calls], leaving)
+    first_writer: dict[int, int] = {}
+    last_need: dict[int, int] = {}  # in backward, which goes from the last call to the first
+    for at, call in enumerate(calls):
+        first_writer.setdefault(call.writes, at)
+        last_need.setdefault(call.reads, at)
+        if call.kind in (CallKind.POOL, CallKind.NORM):
+            last_need.setdefault(call.writes, at)
+    maps, gradients = {0}, set[int]()  # those on the device
+    moments: list[Moment] = []
+    offloaded_bytes = 0
+
+    def go_on(seconds: float) -> None:
+        held = sum(network.buffer_bytes[each] for each in (*maps, *gradients) if each in managed)
+        moments.append(Moment(seconds, held))
+
+    def fetch(buffer: int) -> float:
+        """Bring a buffer to the device, and return the seconds of its copy."""
+        if buffer in maps:
+            return 0.0
+        maps.add(buffer)
+        return network.buffer_bytes[buffer] / device.h2d_bytes_per_s
+
+    for call, leaves in zip(calls, leaving, strict=True):
+        maps.add(call.writes)
+        copied = network.buffer_bytes[call.reads] if leaves else 0
+        go_on(max(device.forward_s(call), copied / device.d2h_bytes_per_s))
+        offloaded_bytes += copied
+        if copied:
+            maps.remove(call.reads)
+    for at, call in reversed(list(enumerate(calls))):
+        if call.reads not in maps:  # no call has prefetched it: this one waits for it alone
+            go_on(fetch(call.reads))
+        if call.reads:
+            gradients.add(call.reads)
+        fetched = window[at]
+        copy_s = 0.0 if fetched is None else fetch(calls[fetched].reads)
+        go_on(max(device.backward_s(call), copy_s))
+        for buffer in {call.reads, call.writes}:
+            if last_need.get(buffer) == at:
+                maps.remove(buffer)
+            if first_writer.get(buffer) == at:
+                gradients.discard(buffer)
+    compute_s = sum(device.forward_s(call) + device.backward_s(call) for call in calls)
+    return Timeline(tuple(moments), offloaded_bytes, compute_s)
 
 
 def offloads(network: Network, policy: Policy) -> tuple[bool, ...]:
@@ -140,63 +181,6 @@ def offloads(network: Network, policy: Policy) -> tuple[bool, ...]:
         if CallKind.LINEAR not in kinds and (policy is Policy.ALL or CallKind.CONV in kinds):
             leaving[reading[-1]] = True
     return tuple(leaving)
-
-
-class _Play:
-    """The state of the device along the calls: which maps and which gradients are on it."""
-
-    def __init__(self, network: Network, leaving: Sequence[bool], device: Device) -> None:
-        self.network, self.leaving, self.device = network, leaving, device
-        self.window = prefetch_window([call.kind is CallKind.CONV for call in network.calls], leaving)
-        managed = network.managed
-        self.sizes = [size if at in managed else 0 for at, size in enumerate(network.buffer_bytes)]
-        self.maps: set[int] = {0}
-        self.gradients: set[int] = set()
-        self.moments: list[Moment] = []
-        self.offloaded_bytes = 0
-        self.first_writer: dict[int, int] = {}
-        self.last_need: dict[int, int] = {}  # in backward, which goes from the last call to the first
-        for at, call in enumerate(network.calls):
-            self.first_writer.setdefault(call.writes, at)
-            self.last_need.setdefault(call.reads, at)
-            if call.kind in (CallKind.POOL, CallKind.NORM):
-                self.last_need.setdefault(call.writes, at)
-
-    def forward(self) -> None:
-        for at, call in enumerate(self.network.calls):
-            self.maps.add(call.writes)
-            copied = self.network.buffer_bytes[call.reads] if self.leaving[at] else 0
-            self._pass(max(self.device.forward_s(call), copied / self.device.d2h_bytes_per_s))
-            self.offloaded_bytes += copied
-            if copied:
-                self.maps.remove(call.reads)
-
-    def backward(self) -> None:
-        for at in range(len(self.network.calls) - 1, -1, -1):
-            call = self.network.calls[at]
-            if call.reads not in self.maps:  # nobody brought it: the call waits for it alone
-                self._pass(self._bring(call.reads))
-            if call.reads:
-                self.gradients.add(call.reads)
-            fetched = self.window[at]
-            copy_s = 0.0 if fetched is None else self._bring(self.network.calls[fetched].reads)
-            self._pass(max(self.device.backward_s(call), copy_s))
-            for buffer in {call.reads, call.writes}:
-                if self.last_need.get(buffer) == at:
-                    self.maps.remove(buffer)
-                if self.first_writer.get(buffer) == at:
-                    self.gradients.discard(buffer)
-
-    def _bring(self, buffer: int) -> float:
-        """Allocate a buffer on the device and gives the seconds of its copy back."""
-        if buffer in self.maps:
-            return 0.0
-        self.maps.add(buffer)
-        return self.network.buffer_bytes[buffer] / self.device.h2d_bytes_per_s
-
-    def _pass(self, seconds: float) -> None:
-        held = sum(self.sizes[buffer] for buffers in (self.maps, self.gradients) for buffer in buffers)
-        self.moments.append(Moment(seconds, held))
 
 
 TILE_PX = 32
