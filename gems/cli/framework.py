@@ -88,132 +88,93 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     if name not in verbs:
         raise ConfigError("command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}")
     verb = verbs[name]
-    flags = frozenset(word for word in words if word in verb.flags)
-    words, chosen = _take_choices(words, verb)
-    options = Options(json="--json" in words, flags=flags, chosen=chosen)
-    words = [word for word in words if word != "--json" and word not in flags]
-    if verb.takes_words:
-        if any(word in HELP for word in words):
-            print(f"python -m {program} {name}: {verb.help}")
-            return 0
-        _refuse_flags(words, verb)
-        return verb.load()(words, options) or 0
-    words = _search_path(words)
-    _refuse_flags(words, verb)
-    if any(word in HELP for word in words):
-        print(_help(program, name, verb, words))
+    if verb.takes_words and any(word in HELP for word in words):
+        print(f"python -m {program} {name}: {verb.help}")
         return 0
-    if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
-        return _through_hydra(program, name, verb, words, options)
-    from gems.config.compose import compose
-
-    return verb.load()(compose(words, _default_cluster(flags)), options) or 0
-
-
-def _default_cluster(flags: frozenset[str]) -> str:
+    words, hydra_options, options = _parse(words, verb)
+    if verb.takes_words:
+        return verb.load()(words, options) or 0
     from gems.config.cluster_presets import AUTO
-    from gems.config.compose import LOCAL
-
-    return AUTO if AUTO_CLUSTER in flags else LOCAL
-
-
-def _help(program: str, name: str, verb: Verb, words: list[str]) -> str:
-    from gems.config.compose import composed, key_help
-
-    choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
-    own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
-    overrides, _ = _sort([word for word in words if word not in HELP])
-    head = [f"usage: python -m {program} {name} [key=value ...] {own}", "", verb.help, ""]
-    return "\n".join([*head, key_help(composed(overrides))])
-
-
-def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
-    from gems.config.compose import hydra_app
+    from gems.config.compose import LOCAL, compose, composed, hydra_app, key_help
     from gems.config.overrides import check_overrides
 
-    overrides, hydra_options = _sort(words)
-    check_overrides(overrides)
+    default_cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
+    if any(word in HELP for word in hydra_options):
+        choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
+        own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
+        head = [f"usage: python -m {program} {name} [key=value ...] {own}", "", verb.help, ""]
+        print("\n".join([*head, key_help(composed(words))]))
+        return 0
+    if not hydra_options:
+        return verb.load()(compose(words, default_cluster), options) or 0
+    check_overrides(words)
     codes: list[int] = []
 
     def act(spec: RunSpec) -> None:
         codes.append(verb.load()(spec, options) or 0)
 
-    hydra_app([*overrides, *hydra_options], f"{program} {name}", act, _default_cluster(options.flags))
+    hydra_app([*words, *hydra_options], f"{program} {name}", act, default_cluster)
     return max(codes, default=0)
 
 
-def _search_path(words: list[str]) -> list[str]:
-    """Replace Hydra's --config-dir DIR with the override that does the same."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        flag, _, value = word.partition("=")
-        if flag not in HYDRA_DIRECTORY:
-            kept.append(word)
-            continue
-        folder = value or next(rest, "")
-        if not Path(folder).is_dir() or not folder:
-            raise ConfigError(flag, folder, "is not a folder")
-        path = str(Path(folder).absolute()).replace("'", r"\'")
-        kept.append(f"hydra.searchpath=['file://{path}']")
-    return kept
-
-
-def _take_choices(words: list[str], verb: Verb) -> tuple[list[str], dict[str, str]]:
-    """Return the words without the verb's own options, and the values of these."""
-    kept: list[str] = []
-    chosen: dict[str, str] = {}
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name not in verb.choices:
-            kept.append(word)
-            continue
-        chosen[name] = value if equals else next(rest, "")
-        allowed = verb.choices[name]
-        if not chosen[name] or chosen[name].startswith("-") or (allowed and chosen[name] not in allowed):
-            raise ConfigError(name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value")
-    return kept, chosen
-
-
-def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
-    of_hydra = () if verb.takes_words else (*HYDRA_FLAGS, *HYDRA_DIRECTORY)
-    known = ("--json", *verb.flags, *verb.choices, *of_hydra)
-    for word in words:
-        if word.startswith("-") and word.partition("=")[0] not in of_hydra:
-            raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))
-
-
-def _sort(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate overrides from Hydra's options.
+def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Options]:
+    """Separate words or overrides, Hydra's options, and those of the verb; --config-dir becomes an override.
 
     Raises:
-        ConfigError: an option that Hydra's parser would answer with its usage.
+        ConfigError: an unknown option, or a value that an option cannot have.
     """
-    overrides: list[str] = []
-    options: list[str] = []
-    rest = deque(words)
+    words: list[str] = []
+    hydra_options: list[str] = []
+    chosen: dict[str, str] = {}
+    hydra_flags = {} if verb.takes_words else HYDRA_FLAGS
+    directory = () if verb.takes_words else HYDRA_DIRECTORY
+    rest = deque(given)
     while rest:
         word = rest.popleft()
-        flag, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            overrides.append(word)
+        name, equals, value = word.partition("=")
+        if word == "--json" or word in verb.flags:
             continue
-        options.append(flag)
-        choices = HYDRA_FLAGS[flag]
-        if choices is None:
-            if equals:
-                raise ConfigError(flag, value, "takes no value")
-            continue
-        is_optional = choices is _INFO
-        if not equals and rest and (not is_optional or rest[0] in choices):
-            value = rest.popleft()
-        if value or not is_optional:
-            options.append(value)
-            if not value or value.startswith("-") or (choices and value not in choices):
-                allowed = one_of(choices) if choices else "must name a part of the configuration"
-                raise ConfigError(flag, value, allowed)
-    return overrides, options
+        if name in verb.choices:
+            chosen[name] = value if equals or not rest else rest.popleft()
+            allowed = verb.choices[name]
+            if not chosen[name] or chosen[name].startswith("-") or (allowed and chosen[name] not in allowed):
+                raise ConfigError(name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value")
+        elif name in directory:
+            folder = value or (rest.popleft() if rest else "")
+            if not Path(folder).is_dir() or not folder:
+                raise ConfigError(name, folder, "is not a folder")
+            path = str(Path(folder).absolute()).replace("'", r"\'")
+            words.append(f"hydra.searchpath=['file://{path}']")
+        elif name in hydra_flags:
+            hydra_options += [name, *_hydra_value(word, hydra_flags[name], rest)]
+        elif word.startswith("-"):
+            known = ("--json", *verb.flags, *verb.choices, *hydra_flags, *directory)
+            raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))
+        else:
+            words.append(word)
+    flags = frozenset(word for word in given if word in verb.flags)
+    return words, hydra_options, Options("--json" in given, flags, chosen)
+
+
+def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -> list[str]:
+    """Return the value of one of Hydra's options, of which the next words may be the first.
+
+    Raises:
+        ConfigError: one that Hydra's parser would answer with its usage.
+    """
+    flag, equals, value = word.partition("=")
+    if choices is None:
+        if equals:
+            raise ConfigError(flag, value, "takes no value")
+        return []
+    is_optional = choices is _INFO
+    if not equals and rest and (not is_optional or rest[0] in choices):
+        value = rest.popleft()
+    if not value and is_optional:
+        return []
+    if not value or value.startswith("-") or (choices and value not in choices):
+        raise ConfigError(flag, value, one_of(choices) if choices else "must name a part of the configuration")
+    return [value]
 
 
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:

@@ -18,26 +18,24 @@ def verify(spec: RunSpec, options: Options) -> int:
         RankFailedError: a rank ended before the comparison was done.
     """
     found = verify_run(spec)
+    is_wrong = int(not (found.is_equal and found.has_predicted_bytes))
     if options.json:
         print_json({
             "schedule": spec.schedule.name, "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas,
             "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model), "steps": STEPS,
             **asdict(found),
         })  # fmt: skip
-        return 0 if found.is_equal and found.has_predicted_bytes else 1
+        return is_wrong
     print(
         f"{spec.schedule.name}, {spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas: "
         f"{'equal' if found.is_equal else 'DIFFERENT'}, max relative error {found.max_rel_error:.2e} in {found.dtype} "
         f"({found.worst})"
     )
-    print(
-        f"activations at most, bytes by rank: {_listed(found.peak_activation_bytes)}, "
-        + ("as predicted" if found.has_predicted_bytes else f"PREDICTED {_listed(found.predicted_activation_bytes)}")
+    held, predicted = (
+        " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes)
     )
+    agreement = "as predicted" if found.has_predicted_bytes else f"PREDICTED {predicted}"
+    print(f"activations at most, bytes by rank: {held}, {agreement}")
     if found.unsplit_layers:
         print(f"full backward at I, because it cannot be split: {', '.join(found.unsplit_layers)}")
-    return 0 if found.is_equal and found.has_predicted_bytes else 1
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
+    return is_wrong

@@ -1,0 +1,94 @@
+"""The fastest configurations of a run on so many GPUs: every candidate of its batches, searched within a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gems.config.resolve import check_batch
+from gems.errors import ConfigError
+from gems.planner.evaluate import Planner
+from gems.planner.infeasibility import leanest, refuse
+from gems.planner.search.best_first import Found, TooLarge, search
+from gems.planner.search.candidate import Candidate, candidates
+from gems.planner.search.choice import Choice
+
+NUM_BEST, BUDGET_S = 10, 40.0
+# Of the budget, while nothing fits: when the search gives way to one for anything that fits, and that one to what would
+# make it fit.
+SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
+
+
+def fastest(
+    planner: Planner, batches: Sequence[int], num_best: int = NUM_BEST, budget_s: float = BUDGET_S
+) -> tuple[dict[str, Any], Found[Choice]]:
+    """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
+
+    Raises:
+        ConfigError: a batch that does not divide, or a profile that cannot be had.
+        DoesNotFitError: no configuration fits; the line says what would.
+    """
+    begin, spec = time.perf_counter(), planner.spec
+    num_layers = planner.model(planner.sizes[0]).profile.num_layers
+    num_gpus = spec.parallel.gpus or spec.world_size
+    asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
+    for size in planner.sizes[1:]:
+        if any(one.micro_batch_size >= size for one in asked):
+            planner.model(size)
+    search_begin = time.perf_counter()
+    found = _search(planner, asked, num_best, search_begin + budget_s)
+    search_s = time.perf_counter() - search_begin
+    if not found.best:
+        refuse(planner, asked, found, num_gpus, search_begin + budget_s)
+    answer = {
+        "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px, "machine": spec.machine.name, "device_bytes": spec.machine.device_bytes,
+        "gpus": num_gpus, "choices": [choice.to_json(found.best[0]) for choice in found.best],
+        "is_exact": found.is_exact, "candidates": found.num_candidates, "simulated": found.num_simulated,
+        "too_large": found.num_too_large, "pruned_by_bytes": found.num_pruned_bytes,
+        "pruned_by_time": found.num_pruned_time, "impossible": found.num_impossible, "left": found.num_left,
+        "profile_s": search_begin - begin, "search_s": search_s,
+    }  # fmt: skip
+    return answer, found
+
+
+def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:
+    """Search until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
+    rules, begin = planner.rules(), time.perf_counter()
+    last = begin + (end - begin) * SEARCH_SHARE
+    fitting: list[bool] = []
+
+    def evaluate(one: Candidate) -> Choice | TooLarge | None:
+        result = planner.evaluate(one)
+        if isinstance(result, Choice):
+            fitting.append(True)
+        return result
+
+    def is_over() -> bool:
+        return time.perf_counter() > (end if fitting else last)
+
+    found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    if found.best or planner.limit_bytes is None or not found.num_left:
+        return found
+    slow = [one for one in asked if one.priority > 1]
+    lean = leanest(planner, slow, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
+    if lean is None:
+        return found
+    return replace(found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1)
+
+
+def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
+    spec = planner.spec
+    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.kind == "real")
+    if spec.profile.path is not None:
+        asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
+    if not asked:
+        raise ConfigError(
+            "--global-batch", batch, f"has no split over {num_gpus} GPUs "
+            f"into whole micro-batches and at most {num_layers} stages",
+            "use a multiple of the GPUs",
+        )  # fmt: skip
+    check_batch(planner.run_of(asked[0]))
+    return asked
