@@ -10,14 +10,12 @@ error that `scripts.bench.fidelity` found with such a calibration.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,8 @@ from gems.schedule.action import COMPUTE_KINDS
 from gems.simulation.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
 from gems.trace import KINDS, read_trace
 from gems.utils.atomic_io import read_json
+from gems.utils.units import counted
+from scripts.bench.rig import options
 
 if TYPE_CHECKING:
     import torch
@@ -43,27 +43,24 @@ ROUNDS = 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate and write the file: one line on stderr and exit code 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="scripts.calibrate", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
-    parser.add_argument("--kind", choices=("real", "emulated"), default="real")
-    parser.add_argument("--ranks", type=int, help="default 2, and 8 for emulated devices")
-    parser.add_argument("--probe", type=Path, metavar="FILE.json", help="what gems.engine.transport.speed_probe wrote")
-    parser.add_argument("--runs", type=Path, nargs="*", default=[], metavar="RUN")
-    parser.add_argument("--base", metavar="NAME")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--held-out", type=Path, metavar="FILE.json")
-    options = parser.parse_args(argv)
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    given = options(
+        __doc__, argv, out=file | {"required": True}, kind=("real", "emulated"), probe=file,
+        ranks={"type": int, "help": "default 2, and 8 for emulated devices"},
+        runs={"type": Path, "nargs": "*", "default": [], "metavar": "RUN"}, base={"metavar": "NAME"},
+        device=("auto", "cpu", "cuda"), held_out=file,
+    )  # fmt: skip
     try:
-        probe = read_probe(options.probe) if options.probe else take_probe(options.kind, options.ranks)
-        copies = copy_rates() if options.device != "cpu" and options.kind == "real" else None
+        probe = read_probe(given.probe) if given.probe else take_probe(given.kind, given.ranks)
+        copies = copy_rates() if given.device != "cpu" and given.kind == "real" else None
         found = calibration_of({**probe, "copies": copies})
-        found = merged(found, [noise_of(compute_seconds(run)) for run in options.runs])
-        error = float(read_json(options.held_out)["median_error"]) if options.held_out else None
-        write(options.out, found, probe, options.base, options.device, error)
+        found = merged(found, [noise_of(compute_seconds(run)) for run in given.runs])
+        error = float(read_json(given.held_out)["median_error"]) if given.held_out else None
+        write(given.out, found, probe, given.base, given.device, error)
     except GemsError as refused:
         print("calibrate:", " ".join(str(refused).split()), file=sys.stderr)
         return refused.exit_code
-    print(options.out)
+    print(given.out)
     return 0
 
 
@@ -113,29 +110,19 @@ def compute_seconds(run: Path) -> np.ndarray:
 
 def copy_rates() -> dict[str, float] | None:
     """Time pinned copies each way on this process's GPU; None without one."""
-    try:
-        import torch
-    except ImportError:
-        return None
+    import torch
+
     if not torch.cuda.is_available():
         return None
     found = bandwidth(torch.device("cuda", 0), LARGE_COPY_BYTES)
-    return {"d2h_bytes_per_s": found.d2h_bytes_per_s, "h2d_bytes_per_s": found.h2d_bytes_per_s}
+    return {name: found[name] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
 
 
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """Bytes per second by the size of a copy, as medians; `duplex` ones while the other way is busy too."""
+def bandwidth(device: torch.device, copy_bytes: int) -> dict[str, float]:
+    """Measure copies between a GPU and pinned host memory: each way alone, and both at once on streams of their own.
 
-    copy_bytes: int
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    duplex_d2h_bytes_per_s: float
-    duplex_h2d_bytes_per_s: float
-
-
-def bandwidth(device: torch.device, copy_bytes: int) -> Bandwidth:
-    """Measure copies between a GPU and pinned host memory: each way alone, and both at once on streams of their own."""
+    Return the size of a copy and medians of bytes per second; `duplex` ones are while the other way is busy too.
+    """
     import torch
 
     count = max(1, ROUND_BYTES // copy_bytes)
@@ -165,7 +152,9 @@ def bandwidth(device: torch.device, copy_bytes: int) -> Bandwidth:
 
     rates("d2h", "h2d", copies=1)  # warms up
     rounds = [(*rates("d2h"), *rates("h2d"), *rates("d2h", "h2d")) for _ in range(ROUNDS)]
-    return Bandwidth(copy_bytes, *(statistics.median(found) for found in zip(*rounds, strict=True)))
+    names = (f"{kind}{way}_bytes_per_s" for kind in ("", "duplex_") for way in lanes)
+    medians = (statistics.median(found) for found in zip(*rounds, strict=True))
+    return {"copy_bytes": copy_bytes, **dict(zip(names, medians, strict=True))}
 
 
 def write(
@@ -176,13 +165,12 @@ def write(
     Raises:
         ConfigError: it cannot be written.
     """
-    nodes = probe["nodes"]
-    origin = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(nodes)[:80]}), {datetime.now(UTC):%Y-%m-%d}"
+    nodes, is_emulated = probe["nodes"], probe["kind"] == "emulated"
+    origin = f"{counted(len(nodes), 'node')} ({', '.join(nodes)[:80]}), {datetime.now(UTC):%Y-%m-%d}"
     comments = [
         f"python -m scripts.calibrate, gems {__version__}, Python {platform.python_version()}, {probe['mpi']},",
         f"{probe['sums']['ranks']} ranks on {platform.processor() or platform.machine()}",
     ]
-    is_emulated = probe["kind"] == "emulated"
     kind, device = ("emulated", "cpu") if is_emulated else ("real", device)
     text = machine_yaml(found, out.stem, kind, device, origin, comments, base, error)
     try:

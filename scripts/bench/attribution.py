@@ -7,41 +7,26 @@ the exit code is 1 if less than 90 % lands, or if the parts miss the gap by more
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
 from analysis.attribution.causes import Attribution, attribute
-from analysis.cli.collect import collect
-from gems.config.compose import compose
-from scripts.bench.rig import Table, finished_run, in_turns, machine
+from analysis.io.load import load_parts
+from scripts.bench.rig import Table, answered, composed, finished_run, in_turns, machine
 
 MIN_SHARE, MAX_REST = 0.9, 0.005
 ROUNDS = 2
 SCHEDULES = ("1f1b", "gems_master")
 BASE = (
-    "machine=emulated", "data=synthetic", "parallel.partitions=4", "parallel.micro_batches=8", "cost.unit_s=0.01",
-    "cost.boundary_bytes=1000", "train.steps=8", "train.warmup_steps=2",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Plant:
-    """A planted cause: its name, the cause to which the attribution must charge it, and the overrides."""
-
-    name: str
-    cause: str
-    overrides: tuple[str, ...]
-
-
-PLANTS = (
-    Plant("imbalance", "imbalance", ("cost.times=[8,1,1,8]",)),
-    Plant("slow link", "point_to_point", ("cost.boundary_bytes=32000000",)),
-    Plant("straggler", "noise", ("machine.slow_rank=1", "machine.slowdown=1.5")),
-    Plant("input stall", "input", ("cost.input_load=8",)),
+    "machine=emulated data=synthetic parallel.partitions=4 parallel.micro_batches=8 cost.unit_s=0.01 "
+    "cost.boundary_bytes=1000 train.steps=8 train.warmup_steps=2"
+)
+PLANTS = (  # name, the cause to which the attribution must charge it, overrides
+    ("imbalance", "imbalance", "cost.times=[8,1,1,8]"),
+    ("slow link", "point_to_point", "cost.boundary_bytes=32000000"),
+    ("straggler", "noise", "machine.slow_rank=1 machine.slowdown=1.5"),
+    ("input stall", "input", "cost.input_load=8"),
 )
 
 
@@ -49,31 +34,31 @@ def main(overrides: list[str]) -> int:
     """Run all pairs and return 1 if one misses its bound."""
     machine()
     table = Table(
-        "schedule:<14", "planted:<14", "lands on:<16", "step ms:>9.1f", "lost ms:>9.1f", "landed ms:>11.1f",
-        "landed %:>10.1f", "rest %:>8.3f",
+        "schedule:<14", "planted:<14", "lands on=cause:<16", "step ms=step_s:>9.1f", "lost ms=lost_s:>9.1f",
+        "landed ms=landed_s:>11.1f", "landed %=share:>10.1f", "rest %=rest:>8.3f",
     )  # fmt: skip
     results = []
     for schedule in SCHEDULES:
-        base = (*BASE, f"schedule={schedule}")
-        ways: dict[str, Callable[[], Attribution]] = {"": partial(attributed, [*base, *overrides])}
-        ways |= {plant.name: partial(attributed, [*base, *plant.overrides, *overrides]) for plant in PLANTS}
+        ways = {
+            name: partial(_attributed, BASE, f"schedule={schedule}", words, overrides)
+            for name, _, words in (("", "", ""), *PLANTS)
+        }
         runs = in_turns(ways, ROUNDS)
         step_s = {way: mean(each.step_s for each in found) for way, found in runs.items()}
         causes_s = {
             way: {c: mean(each.run_s[c] for each in found) for c in found[0].run_s} for way, found in runs.items()
         }
-        for plant in PLANTS:
-            grew_s = {cause: time_s - causes_s[""][cause] for cause, time_s in causes_s[plant.name].items()}
-            lost_s, landed_s = step_s[plant.name] - step_s[""], grew_s[plant.cause]
-            rest = max(map(residual_share, runs[plant.name]))
-            results.append({
-                "schedule": schedule, "planted": plant.name, "cause": plant.cause, "step_s": step_s[plant.name],
-                "lost_s": lost_s, "landed_s": landed_s, "share": landed_s / lost_s, "rest": rest, "grew_s": grew_s,
-            })  # fmt: skip
-            times_ms = (1e3 * time_s for time_s in (step_s[plant.name], lost_s, landed_s))
-            table.row(schedule, plant.name, plant.cause, *times_ms, 100 * landed_s / lost_s, 100 * rest)
-    print(json.dumps(results))
-    return int(any(found["share"] < MIN_SHARE or found["rest"] > MAX_REST for found in results))
+        for name, cause, _ in PLANTS:
+            grew_s = {each: time_s - causes_s[""][each] for each, time_s in causes_s[name].items()}
+            lost_s = step_s[name] - step_s[""]
+            row = {
+                "schedule": schedule, "planted": name, "cause": cause, "step_s": step_s[name], "lost_s": lost_s,
+                "landed_s": grew_s[cause], "share": grew_s[cause] / lost_s,
+                "rest": max(map(residual_share, runs[name])), "grew_s": grew_s,
+            }  # fmt: skip
+            results.append(row)
+            table.row(row)
+    return answered(results, any(row["share"] < MIN_SHARE or row["rest"] > MAX_REST for row in results))
 
 
 def residual_share(found: Attribution) -> float:
@@ -83,10 +68,9 @@ def residual_share(found: Attribution) -> float:
     return max(abs(total - gap_s) for total in sums) / gap_s
 
 
-def attributed(overrides: list[str]) -> Attribution:
-    """Run emulated ranks and attribute their steps."""
-    with finished_run(compose(overrides), timeout_s=300.0) as folder:
-        return attribute(collect(folder.path)[0].trace)
+def _attributed(*words: str | list[str]) -> Attribution:
+    with finished_run(composed(*words)) as folder:
+        return attribute(load_parts(folder.path).trace)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,20 @@ The error can be kept beside a calibration: `python -m scripts.calibrate --held-
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
 from analysis.io.load import load_parts
-from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.run_plan import plan_run
@@ -46,49 +44,38 @@ from gems.simulation.costs import schedule_costs, simulate_step
 from gems.simulation.profiled_costs import with_profiled_costs
 from gems.trace import KINDS, Trace
 from gems.utils.atomic_io import read_json
-from scripts.bench.rig import Table, counted_steps_s, finished_run, log, machine, parser
+from scripts.bench.rig import Table, answered, composed, counted_steps_s, finished_run, log, machine, options, square
 from scripts.calibrate import take_probe
 
 STEP_LIMITS, PEAK_LIMIT = (0.03, 0.08), 0.05  # median and worst of the step's; every peak's
 NUM_PROFILES = 3
 MORE_STEPS = 10  # of a real run, whose steps are short, for one of an emulated run
-EMULATED = [
-    "machine=emulated", "data=synthetic", "cost=uniform", "cost.unit_s=0.01", "cost.activation_bytes=1000000",
-    "train.warmup_steps=1",
-]  # fmt: skip
-REAL = [
-    "machine=cpu", "data=synthetic", "parallel.partitions=2", "profile=measured", "cost=profile",
-    "train.evaluate=false",
-    "train.warmup_steps=2",
-]  # fmt: skip
+EMULATED = (
+    "machine=emulated data=synthetic cost=uniform cost.unit_s=0.01 cost.activation_bytes=1000000 train.warmup_steps=1"
+)
+REAL = (
+    "machine=cpu data=synthetic parallel.partitions=2 profile=measured cost=profile train.evaluate=false "
+    "train.warmup_steps=2"
+)
 EVENT_KEY = ("kind", "stage", "segment", "direction", "micro_batch")
+PARTS = ("emulated", "real")
+Case = tuple[str, str]  # its name and its overrides
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A configuration, by a name and its overrides."""
-
-    name: str
-    words: tuple[str, ...]
-
-
-def emulated(schedule: str, ranks: int, micro_batches: int, size_bytes: int, *more: str) -> Case:
+def emulated(schedule: str, ranks: int, micro_batches: int, size_bytes: int, more: str = "") -> Case:
     """Return an emulated case; `size_bytes` is the message from one stage to the next."""
     words = (
-        f"schedule={schedule}", f"parallel.partitions={ranks}", f"parallel.micro_batches={micro_batches}",
-        f"cost.boundary_bytes={size_bytes}", *more,
-    )  # fmt: skip
-    short = " ".join(word.rpartition(".")[2] for word in more)
-    return Case(f"{schedule} P={ranks} N={micro_batches} {size_bytes // 1000} kB {short}".rstrip(), words)
+        f"schedule={schedule} parallel.partitions={ranks} parallel.micro_batches={micro_batches} "
+        f"cost.boundary_bytes={size_bytes} {more}"
+    )
+    return f"{schedule} P={ranks} N={micro_batches} {size_bytes // 1000} kB {more.rpartition('.')[2]}".rstrip(), words
 
 
 def real(schedule: str, side_px: int, micro_batches: int, micro_batch_size: int) -> Case:
     """Return a case of a real run on 2 ranks."""
-    words = (
-        f"schedule={schedule}", f"data.height_px={side_px}", f"data.width_px={side_px}",
-        f"parallel.micro_batches={micro_batches}", f"parallel.micro_batch_size={micro_batch_size}",
-    )  # fmt: skip
-    return Case(f"{schedule} {side_px} px N={micro_batches} x {micro_batch_size}", words)
+    words = f"parallel.micro_batches={micro_batches} parallel.micro_batch_size={micro_batch_size}"
+    name = f"{schedule} {side_px} px N={micro_batches} x {micro_batch_size}"
+    return name, f"schedule={schedule} {square(side_px)} {words}"
 
 
 HELD_OUT_EMULATED = (
@@ -109,15 +96,11 @@ HELD_OUT_EMULATED = (
 )
 CALIBRATING_REAL = (real("1f1b", 64, 8, 2), real("gpipe", 96, 4, 2), real("zb_h1", 96, 8, 1), real("1f1b", 144, 4, 2))
 HELD_OUT_REAL = (
-    real("1f1b", 64, 16, 4),
-    real("gems_master", 96, 8, 2),
-    real("zb_h1", 128, 8, 1),
-    real("gpipe", 128, 4, 2),
-)
+    real("1f1b", 64, 16, 4), real("gems_master", 96, 8, 2), real("zb_h1", 128, 8, 1), real("gpipe", 128, 4, 2)
+)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Step(NamedTuple):
     """The median (or first quartile) of a run's counted steps, and the most activation bytes of a rank.
 
     On emulated devices the bytes are all those that come and go, with the buffers of messages, in the median step;
@@ -129,166 +112,111 @@ class Observed:
     most_bytes: float = math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimate a step of a real run.
-
-    `by_profile` simulates it by its profile alone, `passes` counts it in passes of layers (forward 1, backward 2).
-    """
-
-    by_profile: Observed
-    passes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slowdown:
-    """How much longer compute takes in a run than in its profile.
-
-    A factor, and host seconds of each pass of a layer.
-    """
-
-    factor: float
-    pass_s: float
-
-    def step_s(self, estimate: Estimate) -> float:
-        """Return the seconds of a step with this slowdown."""
-        return self.factor * estimate.by_profile.step_s + self.pass_s * estimate.passes
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A held-out run beside its prediction; errors are predicted over observed, less 1."""
-
-    part: str
-    name: str
-    predicted: Observed
-    observed: Observed
-
-    @property
-    def step_error(self) -> float:
-        """Relative error of the step time."""
-        return self.predicted.step_s / self.observed.step_s - 1.0
-
-    @property
-    def peak_error(self) -> float:
-        """Relative error of the peak."""
-        return self.predicted.peak_bytes / self.observed.peak_bytes - 1.0
-
-    @property
-    def most_error(self) -> float:
-        """Relative error of the peak to the most bytes of the run."""
-        return self.predicted.peak_bytes / self.observed.most_bytes - 1.0
+Pair = tuple[Step, float, Step]  # a run by its profile alone, the passes of layers in a step of it, and as observed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen parts and return 1 if the errors are above the limits."""
-    options = parser(__doc__, "only")
-    options.add_argument("--part", choices=tuple(PARTS), action="append")
-    options.add_argument("--steps", type=int, default=4, help="counted steps of a run")
-    options.add_argument("overrides", nargs="*")
-    given = options.parse_args(argv)
+    part, overrides = {"choices": PARTS, "action": "append"}, {"nargs": "*"}
+    given = options(__doc__, argv, only="", part=part, steps=4, overrides=overrides)
     facts: dict[str, Any] = machine()
     table = Table(
-        "case:<52", "predicted ms:>14.1f", "observed ms:>13.1f", "error %:>+9.2f", "peak %:>+8.2f", "of run %:>+10.2f"
-    )
-    rows: list[Row] = []
+        "case:<52", "predicted ms=predicted_s:>14.1f", "observed ms=observed_s:>13.1f", "error %=step_error:>+9.2f",
+        "peak %=peak_error:>+8.2f", "of run %=most_error:>+10.2f",
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:  # profiles are to be of this hour
         for part in given.part or PARTS:
-            for row in PARTS[part](given.steps, [f"cache_dir={cache}", *given.overrides], facts, given.only):
-                rows.append(row)
-                times_ms = 1e3 * row.predicted.step_s, 1e3 * row.observed.step_s
-                table.row(row.name, *times_ms, *(100 * e for e in (row.step_error, row.peak_error, row.most_error)))
+            measure = emulated_rows if part == "emulated" else real_rows
+            rows += table.rows(measure(given.steps, [f"cache_dir={cache}", *given.overrides], facts, given.only))
     answer = summary(rows)
     log(
         f"step: median {answer['median_error']:.1%}, worst {answer['worst_error']:.1%}; "
         f"peak: worst {answer['worst_peak_error']:.1%}; {len(rows)} runs; load at the end {os.getloadavg()[0]:.1f}"
     )
-    print(json.dumps({**answer, **facts, "load_at_end": os.getloadavg()[0]}))
-    return int(not answer["is_within_limits"])
+    return answered({**answer, **facts, "load_at_end": os.getloadavg()[0]}, not answer["is_within_limits"])
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def compared(part: str, name: str, predicted: Step, seen: Step) -> dict[str, Any]:
+    """Return a held-out run beside its prediction; errors are predicted over observed, less 1."""
+    return {
+        "part": part, "case": name, "predicted_s": predicted.step_s, "observed_s": seen.step_s,
+        "step_error": predicted.step_s / seen.step_s - 1.0, "peak_error": predicted.peak_bytes / seen.peak_bytes - 1.0,
+        "most_error": predicted.peak_bytes / seen.most_bytes - 1.0,
+    }  # fmt: skip
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return median and worst errors, of 1 and without sign, over all rows."""
-    steps = [abs(row.step_error) for row in rows]
+    steps = [abs(row["step_error"]) for row in rows]
     median, worst = statistics.median(steps), max(steps)
-    peak = max(abs(row.peak_error) for row in rows)
+    peak = max(abs(row["peak_error"]) for row in rows)
     return {
         "median_error": median, "worst_error": worst, "worst_peak_error": peak,
-        "is_within_limits": median <= STEP_LIMITS[0] and worst <= STEP_LIMITS[1] and peak <= PEAK_LIMIT,
-        "rows": [
-            {
-                "part": row.part, "case": row.name, "predicted_s": row.predicted.step_s,
-                "observed_s": row.observed.step_s,
-                "step_error": row.step_error, "peak_error": row.peak_error, "most_error": row.most_error,
-            }
-            for row in rows
-        ],
+        "is_within_limits": median <= STEP_LIMITS[0] and worst <= STEP_LIMITS[1] and peak <= PEAK_LIMIT, "rows": rows,
     }  # fmt: skip
 
 
-def emulated_rows(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str) -> Iterable[Row]:
+def emulated_rows(steps: int, overrides: list[str], facts: dict[str, Any], only: str) -> Iterator[dict[str, Any]]:
     """Yield the emulated runs beside what links calibrated by the probe predict for them."""
-    found = calibration_of(take_probe("emulated"))
-    facts["emulated_machine"] = found.machine()
-    for case in (case for case in HELD_OUT_EMULATED if only in case.name):
-        spec = compose([*EMULATED, *case.words, f"train.steps={steps + 1}", *overrides])
-        yield Row("emulated", case.name, predicted(spec, found), observed(spec))
+    links = calibration_of(take_probe("emulated"))
+    facts["emulated_machine"] = links.machine()
+    for name, words in HELD_OUT_EMULATED:
+        if only in name:
+            spec = composed(EMULATED, words, f"train.steps={steps + 1}", overrides)
+            yield compared("emulated", name, predicted(spec, links), observed(spec))
 
 
-def real_rows(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str) -> Iterable[Row]:
+def real_rows(steps: int, overrides: list[str], facts: dict[str, Any], only: str) -> Iterator[dict[str, Any]]:
     """Yield real runs beside the simulation of their profile, with the slowdown that other runs showed."""
-    found = calibration_of(take_probe("real"))
-    facts["real_machine"] = found.machine()
+    links = calibration_of(take_probe("real"))
+    facts["real_machine"] = links.machine()
 
-    def both(case: Case) -> tuple[Estimate, Observed]:
-        spec = compose([*REAL, *case.words, f"train.steps={MORE_STEPS * steps + 2}", *overrides])
+    def both(case: Case) -> Pair:
+        spec = composed(REAL, case[1], f"train.steps={MORE_STEPS * steps + 2}", overrides)
         boundaries = list(plan_run(spec).boundaries)  # the same for all profiles
         spec = replace(spec, parallel=replace(spec.parallel, boundaries=boundaries))
-        return fastest(spec, found), observed(spec, quantile=0.25)
+        return *by_profile(spec, links), observed(spec, quantile=0.25)
 
-    cases = [case for case in HELD_OUT_REAL if only in case.name]
-    before = [both(case) for case in CALIBRATING_REAL]
-    pairs = [both(case) for case in cases]
-    after = [both(case) for case in CALIBRATING_REAL]
-    slowdown = fit_slowdown([*before, *after])
-    facts["real_pace"] = {
-        "factor": slowdown.factor, "pass_s": slowdown.pass_s,
-        **{
-            when: [slowdown.step_s(estimate) / seen.step_s - 1 for estimate, seen in some]
-            for when, some in (("before", before), ("after", after))
-        },
-    }  # fmt: skip
-    for case, (estimate, seen) in zip(cases, pairs, strict=True):
-        yield Row("real", case.name, replace(estimate.by_profile, step_s=slowdown.step_s(estimate)), seen)
+    cases = [case for case in HELD_OUT_REAL if only in case[0]]
+    before, pairs, after = (list(map(both, each)) for each in (CALIBRATING_REAL, cases, CALIBRATING_REAL))
+    factor, pass_s = fit_slowdown([*before, *after])
+    facts["real_pace"] = {"factor": factor, "pass_s": pass_s} | {
+        when: [(factor * alone.step_s + pass_s * passes) / seen.step_s - 1 for alone, passes, seen in some]
+        for when, some in (("before", before), ("after", after))
+    }
+    for (name, _), (alone, passes, seen) in zip(cases, pairs, strict=True):
+        yield compared("real", name, alone._replace(step_s=factor * alone.step_s + pass_s * passes), seen)
 
 
-PARTS: dict[str, Callable[[int, Sequence[str], dict[str, Any], str], Iterable[Row]]] = {
-    "emulated": emulated_rows, "real": real_rows,
-}  # fmt: skip
+def fit_slowdown(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Fit how much longer compute takes in a run than in its profile: a factor, and host seconds of each layer's pass.
 
-
-def fit_slowdown(pairs: Sequence[tuple[Estimate, Observed]]) -> Slowdown:
-    """Fit the slowdown to runs, by least squares of relative errors; neither of its parts is below 0."""
-    columns = np.array([[each.by_profile.step_s / seen.step_s, each.passes / seen.step_s] for each, seen in pairs])
+    By least squares of relative errors; neither is below 0.
+    """
+    columns = np.array([[alone.step_s / seen.step_s, passes / seen.step_s] for alone, passes, seen in pairs])
     factor, pass_s = nnls(columns, np.ones(len(columns)))[0]
-    return Slowdown(float(factor), float(pass_s))
+    return float(factor), float(pass_s)
 
 
-def fastest(spec: RunSpec, found: Calibration) -> Estimate:
-    """Simulate a run by several profiles of this moment, and return what follows from the fastest."""
-    estimates = []
+def by_profile(spec: RunSpec, links: Calibration) -> tuple[Step, float]:
+    """Return the fastest simulation by several profiles of this moment, and the passes of layers in a step of it.
+
+    A forward is a pass, a backward two.
+    """
+    steps = []
     for _ in range(NUM_PROFILES):
         with tempfile.TemporaryDirectory() as cache:
-            estimates.append(predicted(replace(spec, cache_dir=cache), found))
+            steps.append(predicted(replace(spec, cache_dir=cache), links))
     made = lowered_schedule(spec)
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
     cost = replace(spec.cost, forward=share, input_grad=share, weight_grad=share, times=list(map(float, layers)))
-    in_passes = simulate(made, schedule_costs(replace(spec, cost=cost), made.placement))
-    return Estimate(min(estimates, key=lambda each: each.step_s), in_passes.span)
+    passes = simulate(made, schedule_costs(replace(spec, cost=cost), made.placement)).span
+    return min(steps), passes
 
 
-def predicted(spec: RunSpec, found: Calibration) -> Observed:
+def predicted(spec: RunSpec, links: Calibration) -> Step:
     """Simulate the very schedule that the ranks run on a machine with the calibrated links.
 
     Without noise, since the median step is compared. A search may find another schedule for other links: the one for
@@ -296,7 +224,7 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
     """
     spec = with_profiled_costs(spec)
     made, cost = lowered_schedule(spec), spec.cost
-    values = {key: value for key, value in found.machine().items() if key != "noise"}
+    values = {key: value for key, value in links.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))
     simulated = simulate_step(spec, made)[1]
     if spec.machine.kind == "emulated":
@@ -305,20 +233,20 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
         peak = max(rank.peak - rank.parameters for rank in memory)
     else:
         peak = max(simulated.peak) * cost.activation_bytes
-    return Observed(simulated.span * cost.unit_s, peak)
+    return Step(simulated.span * cost.unit_s, peak)
 
 
-def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
+def observed(spec: RunSpec, quantile: float = 0.5) -> Step:
     """Run the configuration on this machine and read its trace; `quantile` of its counted steps counts."""
     with finished_run(spec) as folder:
         step_s = float(np.quantile(counted_steps_s(folder), quantile))
         if spec.machine.kind != "emulated":
             most = float(max(read_json(folder.result_json)["peak_activation_bytes"]))
-            return Observed(step_s, most, most)
+            return Step(step_s, most, most)
         trace, made, cost = load_parts(folder.path).trace, folder.read_schedule(), spec.cost
         costs = schedule_costs(with_profiled_costs(spec), made.placement)
         peaks = step_peaks(trace, made, costs, cost.unit_s, cost.activation_bytes)
-        return Observed(step_s, float(np.median(peaks)), float(max(trace.attributes["peak_allocated_bytes"])))
+        return Step(step_s, float(np.median(peaks)), float(max(trace.attributes["peak_allocated_bytes"])))
 
 
 def step_peaks(
@@ -327,14 +255,8 @@ def step_peaks(
     """Return the most bytes that come and go on any rank in each counted step, (steps,): activations and messages.
 
     A trace keeps the most of a whole run, which one late message decides; a simulation without noise can be compared
-    with the median step.
-
-    Args:
-        trace: of an emulated or simulated run, with the events of every action.
-        schedule: the lowered one that it ran.
-        costs: of its stages, boundaries in bytes.
-        unit_s: seconds of a unit of the costs.
-        activation_bytes: bytes of a unit of activations.
+    with the median step. The costs are of the lowered schedule's stages, boundaries in bytes; `unit_s` is seconds of
+    their unit, `activation_bytes` bytes of a unit of activations.
 
     Raises:
         ConfigError: a step lacks an action.
@@ -342,16 +264,13 @@ def step_peaks(
     counted = trace.steps["step"][trace.steps["is_warmup"] == 0]
     events = trace.events[np.isin(trace.events["step"], counted)]
     pipelines = 1 + int(events["rank"].max(initial=0)) // schedule.num_ranks
-    found = np.zeros((len(counted), pipelines))
-    for number, step in enumerate(counted):
-        of_step = events[events["step"] == step]
-        for replica in range(pipelines):
-            times = _as_simulation(of_step, schedule, replica, unit_s)
-            found[number, replica] = max(
-                rank.peak for rank in memory_over_time(schedule, costs, times, activation_bytes)
-            )
-    peaks: np.ndarray = found.max(axis=1)
-    return peaks
+
+    def peak(step: int) -> float:
+        mine = events[events["step"] == step]
+        times = [_as_simulation(mine, schedule, replica, unit_s) for replica in range(pipelines)]
+        return max(rank.peak for each in times for rank in memory_over_time(schedule, costs, each, activation_bytes))
+
+    return np.array([peak(step) for step in counted])
 
 
 def _as_simulation(events: np.ndarray, schedule: Schedule, replica: int, unit_s: float) -> Simulation:
@@ -361,14 +280,14 @@ def _as_simulation(events: np.ndarray, schedule: Schedule, replica: int, unit_s:
     for rank, row in enumerate(schedule.rows):
         mine = events[events["rank"] == replica * schedule.num_ranks + rank]
         keys = zip(*(mine[column].tolist() for column in EVENT_KEY), strict=True)
-        spans = zip(mine["start_ns"] - first_ns, mine["end_ns"] - first_ns, strict=True)
-        times = dict(zip(keys, spans, strict=True))
-        found = [times.get(_event_key(action)) for action in row]
-        if None in found:
-            raise ConfigError("trace", f"rank {rank}", f"lacks {row[found.index(None)]}")
-        start_ns, end_ns = zip(*filter(None, found), strict=True)
-        starts.append(tuple(float(time) * 1e-9 / unit_s for time in start_ns))
-        ends.append(tuple(float(time) * 1e-9 / unit_s for time in end_ns))
+        times = dict(zip(keys, zip(mine["start_ns"], mine["end_ns"], strict=True), strict=True))
+        missing = [action for action in row if _event_key(action) not in times]
+        if missing:
+            raise ConfigError("trace", f"rank {rank}", f"lacks {missing[0]}")
+        spans = np.array([times[_event_key(action)] for action in row]).reshape(-1, 2) - first_ns
+        start, end = (spans * 1e-9 / unit_s).T.tolist()
+        starts.append(tuple(start))
+        ends.append(tuple(end))
     return Simulation(tuple(starts), tuple(ends), 0.0, (), ())
 
 

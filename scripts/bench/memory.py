@@ -15,154 +15,109 @@ The exit code is 1 if ours moves anything twice, a predicted peak is more than 5
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
 
-from gems.errors import GemsError
-from gems.models import layers_of
-from gems.models.build import build_layers, input_spec
-from scripts.bench.memory_rig import (
-    HOOKS,
-    OneRank,
-    all_offloaded,
-    engine_under,
-    hook_traffic,
-    one_rank,
-    one_rank_case,
-    planned_outcome,
-)
-from scripts.bench.rig import MIB, Table, child, machine, parser
+from gems.models.build import input_spec
+from scripts.bench import memory_rig
+from scripts.bench.memory_rig import HOOKS, OneRank, one_rank
+from scripts.bench.rig import Table, answered, in_child, machine, options
 
 TRAFFIC_CASES = (("vgg16", 224), ("resnet50", 224), ("inception_v3", 256))
 BATCH = 2
 PEAK_CASES = (("resnet110_v2", 64), ("vgg16", 256), ("unet", 256))
 POLICIES = {
-    "keep": ["memory=keep"],
-    "vdnn_all": ["memory=vdnn_all"],
-    "vdnn_conv": ["memory=vdnn_conv"],
-    "lms": ["memory=lms", "memory.limit_bytes={limit}"],
-    "lms_limit": ["memory=lms_limit", "memory.limit_bytes={limit}"],
-    "recompute": ["memory=recompute"],
-    "selective": ["memory=recompute", "memory.recompute=selective"],
-    "plan": ["memory=plan", "memory.limit_bytes={limit}"],
+    "keep": "memory=keep",
+    "vdnn_all": "memory=vdnn_all",
+    "vdnn_conv": "memory=vdnn_conv",
+    "lms": "memory=lms memory.limit_bytes={limit}",
+    "lms_limit": "memory=lms_limit memory.limit_bytes={limit}",
+    "recompute": "memory=recompute",
+    "selective": "memory=recompute memory.recompute=selective",
+    "plan": "memory=plan memory.limit_bytes={limit}",
 }
 MICRO_BATCHES = 2
 MAX_ERROR = 0.05
 
 
-def traffic_row(model: str, side_px: int) -> dict[str, Any]:
-    """Measure what each moves of one model."""
-    words = [f"parallel.micro_batches={MICRO_BATCHES}", f"parallel.micro_batch_size={BATCH}"]
-    spec = one_rank(model, side_px, *words, "memory.min_offload_bytes=0")
-    layers = layers_of(spec.model, spec.data)
-    given = input_spec(spec.data, BATCH)
+def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
+    words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size={BATCH} memory.min_offload_bytes=0"
+    spec = one_rank(model, side_px, words)
     row: dict[str, Any] = {"model": model, "side_px": side_px, "batch": BATCH}
     for name in HOOKS:
-        modules = nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed))
-        found = hook_traffic(name, modules, torch.randn(given.shape))
+        found = memory_rig.hook_traffic(
+            name, memory_rig.layer_modules(spec), torch.randn(input_spec(spec.data, BATCH).shape)
+        )
         row["unique_bytes"] = found.saved_bytes
-        row[name] = {
-            "moved_bytes": found.moved_bytes, "factor": found.moved_bytes / found.saved_bytes,
-            "parameter_bytes": found.known_bytes,
-        }  # fmt: skip
-    ours = OneRank(spec, *all_offloaded(spec))
+        row[name] = _moved(row, found.moved_bytes, found.known_bytes)
+    ours = OneRank(spec, *memory_rig.all_offloaded(spec))
     ours.step()
-    moved_bytes = ours.counters.offloaded_bytes / MICRO_BATCHES
-    row["ours"] = {
-        "moved_bytes": moved_bytes, "factor": moved_bytes / row["unique_bytes"], "parameter_bytes": 0,
-        "back_bytes": ours.counters.prefetched_bytes / MICRO_BATCHES, "num_misses": ours.counters.num_misses,
+    assert ours.pipeline.segments is not None
+    counters = ours.pipeline.segments.store.counters
+    row["ours"] = _moved(row, counters.offloaded_bytes / MICRO_BATCHES, 0) | {
+        "back_bytes": counters.prefetched_bytes / MICRO_BATCHES, "num_misses": counters.num_misses,
     }  # fmt: skip
     return row
 
 
-def traffic(only: str) -> list[dict[str, Any]]:
-    """Print the factors side by side."""
-    names = ["ours", *HOOKS]
-    table = Table("bytes moved / unique bytes saved:<34", "unique MiB:12.1f", *(f"{name}:18.3f" for name in names))
+def _moved(row: dict[str, Any], moved_bytes: float, parameter_bytes: int) -> dict[str, Any]:
+    factor = moved_bytes / row["unique_bytes"]
+    return {"moved_bytes": moved_bytes, "factor": factor, "parameter_bytes": parameter_bytes}
+
+
+def _traffic(only: str) -> list[dict[str, Any]]:
+    names = ("ours", *HOOKS)
+    heads = (f"{name}:18.3f" for name in names)
+    table = Table("bytes moved over bytes saved=model:<30", "px=side_px:>5", "unique MiB=unique_bytes:12.1f", *heads)
     rows = []
     for model, side_px in TRAFFIC_CASES:
         if only in model:
-            row = traffic_row(model, side_px)
-            rows.append(row)
-            factors = (row[name]["factor"] for name in names)
-            table.row(f"{model}, {side_px} px, batch {BATCH}", row["unique_bytes"] / MIB, *factors)
+            rows.append(_traffic_row(model, side_px))
+            table.row(rows[-1] | {name: rows[-1][name]["factor"] for name in names})
     return rows
 
 
 def measured_policy(model: str, side_px: int, policy: str) -> dict[str, Any]:
     """Measure one policy in this process, beside its prediction."""
-    words = [f"parallel.micro_batches={MICRO_BATCHES}", "parallel.micro_batch_size=1", "schedule=1f1b"]
-    (kept,) = one_rank_case(one_rank(model, side_px, *words)).kept.ranks
+    words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size=1 schedule=1f1b"
+    (kept,) = memory_rig.planned(one_rank(model, side_px, words, "memory=keep")).ranks
     limit = kept.peak_bytes - kept.peak_activation_bytes // 2
-    words += [word.format(limit=limit) for word in POLICIES[policy]]
-    spec = one_rank(model, side_px, *words)
-    try:
-        outcome = planned_outcome(spec, one_rank_case(spec))
-    except GemsError as error:
-        return {"refused": str(error)}
-    (rank,) = outcome.ranks
-    return {
-        "predicted_bytes": rank.peak_bytes,
-        "predicted_activation_bytes": rank.peak_activation_bytes,
-        "predicted_host_bytes": rank.peak_host_bytes,
-        **asdict(engine_under(spec, outcome).peaks()),
-    }
+    return memory_rig.under_policy(one_rank(model, side_px, words, POLICIES[policy].format(limit=limit)))[0]
 
 
-def peaks(only: str, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Print measured beside predicted peaks, each policy in a process of its own."""
-    table = Table(
-        "most MiB of a step, 1 rank:<26", "policy:>10", "saved, counted:>16.2f", "predicted:>11.2f", "error %:>8.2f",
-        "all, allocated:>16.2f", "predicted:>11.2f", "error %:>8.2f", "host:>8.1f",
-    )  # fmt: skip
-    rows = []
-    for model, side_px in PEAK_CASES:
-        for policy in policies if only in model else ():
-            words = ["--threads", str(torch.get_num_threads()), "--alone", model, str(side_px), policy]
-            row = {"model": model, "side_px": side_px, "policy": policy, **child("scripts.bench.memory", *words)}
-            rows.append(row)
-            what = f"{model}, {side_px} px", policy
-            if "allocated_bytes" not in row:
-                table.row(*what, note=f"refused: {row['refused']}" if "refused" in row else f"failed: {row['failed']}")
-                continue
-            row["error"] = row["predicted_bytes"] / row["allocated_bytes"] - 1
-            row["activation_error"] = row["predicted_activation_bytes"] / row["activation_bytes"] - 1
-            table.row(
-                *what, row["activation_bytes"] / MIB, row["predicted_activation_bytes"] / MIB,
-                100 * row["activation_error"], row["allocated_bytes"] / MIB, row["predicted_bytes"] / MIB,
-                100 * row["error"], row["host_bytes"] / MIB,
-            )  # fmt: skip
-    return rows
+def peaks(only: str, policies: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield measured beside predicted peaks, each policy in a process of its own."""
+    for (model, side_px), policy in product(PEAK_CASES, policies):
+        if only in model:
+            found = in_child(measured_policy, model, side_px, policy, threads=torch.get_num_threads())
+            yield {"model": model, "side_px": side_px, "policy": policy, **found}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print both tables, or with --json one object."""
-    options = parser(__doc__, "json", "only", "threads")
-    options.add_argument("--part", default="all", choices=("all", "traffic", "peaks"))
-    options.add_argument("--policies", default=",".join(POLICIES))
-    options.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
-    given = options.parse_args(argv)
+    given = options(
+        __doc__, argv, json=False, only="", threads=1, part=("all", "traffic", "peaks"), policies=list(POLICIES)
+    )
     torch.set_num_threads(given.threads)
-    if given.alone:
-        model, side_px, policy = given.alone
-        print(json.dumps(measured_policy(model, int(side_px), policy)))
-        return 0
     machine()
-    moved = traffic(given.only) if given.part != "peaks" else []
-    held = peaks(given.only, given.policies.split(",")) if given.part != "traffic" else []
-    if given.json:
-        print(json.dumps({"device": "cpu", "torch": torch.__version__, "traffic": moved, "peaks": held}))
-    is_once = all(row["ours"]["factor"] <= 1.0 for row in moved)
+    moved = _traffic(given.only) if given.part != "peaks" else []
+    held: list[dict[str, Any]] = []
+    if given.part != "traffic":
+        table = Table(
+            "MiB of a step, 1 rank=model:<22", "px=side_px:>5", "policy:>11", "saved MiB=activation_bytes:>11.2f",
+            "predicted MiB=predicted_activation_bytes:>15.2f", "error %=activation_error:>9.2f",
+            "all MiB=allocated_bytes:>11.2f", "predicted MiB=predicted_bytes:>15.2f", "error %=error:>9.2f",
+            "host MiB=host_bytes:>10.1f",
+        )  # fmt: skip
+        held = table.rows(peaks(given.only, given.policies), memory_rig.why_not)
+    answer = {"device": "cpu", "torch": torch.__version__, "traffic": moved, "peaks": held}
     errors = [row[name] for row in held for name in ("error", "activation_error") if name in row]
-    has_failed = any("failed" in row for row in held)
-    return int(not is_once or has_failed or any(abs(error) > MAX_ERROR for error in errors))
+    is_wrong = any(row["ours"]["factor"] > 1.0 for row in moved) or any(abs(error) > MAX_ERROR for error in errors)
+    return answered(answer, is_wrong or any("failed" in row for row in held), given.json)
 
 
 if __name__ == "__main__":

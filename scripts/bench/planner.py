@@ -11,132 +11,104 @@ the plan's choice. Profiles are taken before, into the cache. Prints rows on std
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
-from gems.cli.framework import Options
-from gems.cli.plan import planned_answer
-from gems.config.compose import compose
 from gems.errors import DoesNotFitError
 from gems.planner.evaluate import PROFILED_SIZES, Planner
+from gems.planner.fastest import fastest
 from gems.planner.search.best_first import search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.simulation.profiled_costs import with_profiled_costs
-from scripts.bench.rig import counted_steps_s, finished_run, log, machine, parser
+from scripts.bench.rig import answered, composed, counted_steps_s, finished_run, log, machine, options, square
 
 GPUS = (8, 64)
 MACHINES = (("v100", 16), ("v100", 32), ("a100", 80), ("h200", 141))
 LARGE = (
-    "model=resnet1001_v2", "data=synthetic", "data.height_px=2048", "data.width_px=2048", "machine.ranks_per_node=8",
-    "machine.node_bytes_per_s=100e9", "machine.link_bytes_per_s=12.5e9", "machine.host_bytes=2TB",
-)  # fmt: skip
+    f"model=resnet1001_v2 data=synthetic {square(2048)} machine.ranks_per_node=8 machine.node_bytes_per_s=100e9 "
+    "machine.link_bytes_per_s=12.5e9 machine.host_bytes=2TB"
+)
 IMAGES_PER_GPU = 2
 MAX_S, MAX_SLOWER = 60.0, 0.03
 SMALL = (
-    "model=resnet20_v1", "data=synthetic", "data.height_px=64", "data.width_px=64", "machine=emulated", "cost=profile",
-    "machine.flops_per_s=4e9", "train.steps=5", "train.warmup_steps=1", "parallel.partitions=4",
-)  # fmt: skip
+    f"model=resnet20_v1 data=synthetic {square(64)} machine=emulated cost=profile machine.flops_per_s=4e9 "
+    "train.steps=5 train.warmup_steps=1 parallel.partitions=4"
+)
 SMALL_GPUS, SMALL_BATCH, NUM_SMALL = 4, 16, 40
+SEARCHED = ("zb_h1", "zb_v", "interleaved_1f1b")
 
 
-def large(gpus: Sequence[int]) -> list[dict[str, Any]]:
-    """Plan the eight cases."""
-    rows = []
-    for num_gpus in gpus:
-        for gpu, size_gb in MACHINES:
-            words = [
-                *LARGE, f"machine={gpu}", f"machine.device_bytes={size_gb}GB", f"parallel.gpus={num_gpus}",
-            ]  # fmt: skip
-            chosen = {"--global-batch": str(IMAGES_PER_GPU * num_gpus)}
-            row: dict[str, Any] = {"gpus": num_gpus, "machine": gpu, "device_gb": size_gb}
-            spec = compose(words)
-            for size in PROFILED_SIZES:  # into the cache
-                Planner(spec, None).model(size)
-            begin = time.perf_counter()
-            try:
-                answer = planned_answer(spec, Options(chosen=chosen))[0]
-                first = answer["choices"][0]
-                row |= {
-                    key: answer[key] for key in ("candidates", "simulated", "left", "profile_s", "search_s", "is_exact")
-                }
-                row |= {key: first[key] for key in ("step_s", "images_per_s", "efficiency", "overrides")}
-                row["peak_bytes"] = max(first["peak_bytes"])
-            except DoesNotFitError as error:
-                row["does_not_fit"] = str(error)
-            row["answer_s"] = time.perf_counter() - begin
-            log(str(row))
-            rows.append(row)
-    return rows
+def _large(num_gpus: int, gpu: str, size_gb: int) -> dict[str, Any]:
+    spec = composed(LARGE, f"machine={gpu} machine.device_bytes={size_gb}GB parallel.gpus={num_gpus}")
+    for size in PROFILED_SIZES:  # into the cache
+        Planner(spec, None).model(size)
+    row: dict[str, Any] = {"gpus": num_gpus, "machine": gpu, "device_gb": size_gb}
+    begin = time.perf_counter()
+    try:
+        answer, _ = fastest(Planner(spec, spec.machine.device_bytes), [IMAGES_PER_GPU * num_gpus])
+        first = answer["choices"][0]
+        row |= {key: answer[key] for key in ("candidates", "simulated", "left", "profile_s", "search_s", "is_exact")}
+        row |= {key: first[key] for key in ("step_s", "images_per_s", "efficiency", "overrides")}
+        row["peak_bytes"] = max(first["peak_bytes"])
+    except DoesNotFitError as error:
+        row["does_not_fit"] = str(error)
+    row["answer_s"] = time.perf_counter() - begin
+    log(str(row))
+    return row
 
 
 def small() -> dict[str, Any]:
     """Run a space of schedules, pipelines and micro-batches on emulated ranks, all of it, and plan in it."""
-    spec = compose(SMALL)
-    planner = Planner(spec, None)
-    asked = small_space(planner)
+    planner = Planner(composed(SMALL), None)
+    asked = small_space(planner.model(1).profile.num_layers)
     found = search(asked, planner.rules(), 1)
-    rows = []
+    rows = {}
     for one in asked:
         choice = planner.evaluate(one)
         if isinstance(choice, Choice):
-            row = {
-                "configuration": list(one.overrides(choice.boundaries)),
-                "simulated_s": choice.step_s,
-                "emulated_s": emulated_s(choice),
-            }
-            log(str(row))
-            rows.append((one, row))
-    picked = next(row for one, row in rows if one == found.best[0].candidate)
-    best = min((row for _, row in rows), key=lambda row: row["emulated_s"])
+            rows[one] = {
+                "configuration": list(one.overrides(choice.boundaries)), "simulated_s": choice.step_s,
+                "emulated_s": _emulated_s(choice),
+            }  # fmt: skip
+            log(str(rows[one]))
+    picked, best = rows[found.best[0].candidate], min(rows.values(), key=lambda row: row["emulated_s"])
     return {
         "configurations": len(rows), "picked": picked, "best": best,
-        "slower": picked["emulated_s"] / best["emulated_s"] - 1,
-        "rows": [row for _, row in rows],
+        "slower": picked["emulated_s"] / best["emulated_s"] - 1, "rows": list(rows.values()),
     }  # fmt: skip
 
 
-def small_space(planner: Planner) -> list[Candidate]:
-    """Return 40 configurations of 4 ranks.
-
-    Those that follow from counts, every one of a pipeline of 4 ranks before others.
-    """
-    every = candidates(SMALL_GPUS, SMALL_BATCH, planner.model(1).profile.num_layers, has_policies=False)
+def small_space(num_layers: int) -> list[Candidate]:
+    """Return 40 configurations of pipelines on 4 GPUs, those whose schedule follows from counts before others."""
+    every = candidates(SMALL_GPUS, SMALL_BATCH, num_layers, has_policies=False)
     several = [one for one in every if one.partitions > 1 and one.micro_batches > 1]
-    searched = ("zb_h1", "zb_v", "interleaved_1f1b")
-    several = [one for one in several if one.family.is_quick] + [one for one in several if one.schedule in searched]
-    stride = max(1, len(several) // NUM_SMALL)
-    return several[::stride][:NUM_SMALL]
+    several = [one for one in several if one.family.is_quick] + [one for one in several if one.schedule in SEARCHED]
+    return several[:: max(1, len(several) // NUM_SMALL)][:NUM_SMALL]
 
 
-def emulated_s(choice: Choice) -> float:
-    """Return the median step of a configuration on emulated ranks, in seconds."""
+def _emulated_s(choice: Choice) -> float:
     words = [word for word in choice.candidate.overrides(choice.boundaries) if not word.startswith("memory")]
-    spec = with_profiled_costs(compose([*SMALL, *words]))
-    with finished_run(spec, timeout_s=120.0) as folder:
+    with finished_run(with_profiled_costs(composed(SMALL, words))) as folder:
         return float(median(counted_steps_s(folder)))
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Run the chosen parts and return the exit code."""
-    options = parser(__doc__)
-    options.add_argument("--only", choices=("large", "small"))
-    options.add_argument("--gpus", type=int, nargs="*", default=GPUS)
-    given = options.parse_args()
+    only, gpus = {"choices": ("large", "small")}, {"type": int, "nargs": "*", "default": GPUS}
+    given = options(__doc__, argv, only=only, gpus=gpus)
     machine()
     answer: dict[str, Any] = {"source": "simulated"}
     if given.only != "small":
-        answer["large"] = large(given.gpus)
+        answer["large"] = [_large(num_gpus, *gpu) for num_gpus, gpu in product(given.gpus, MACHINES)]
     if given.only != "large":
         answer["small"] = small()
-    json.dump(answer, sys.stdout)
-    slow = any(row["answer_s"] >= MAX_S for row in answer.get("large", ()))
-    return int(slow or answer.get("small", {}).get("slower", 0.0) > MAX_SLOWER)
+    is_slow = any(row["answer_s"] >= MAX_S for row in answer.get("large", ()))
+    return answered(answer, is_slow or answer.get("small", {}).get("slower", 0.0) > MAX_SLOWER)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -19,12 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gems.runs.heartbeat import read_beat
-from scripts.bench.rig import log, machine
+from scripts.bench.rig import answered, log, machine
 
 STEPS, MIDDLE = 96, 48
 LIMIT_S = 240.0
@@ -39,18 +38,8 @@ OVERRIDES = [
 # as many images a step: two pipelines of one rank each, without GEMS's second direction
 OTHER = [
     "parallel.partitions=1", "parallel.replicas=2", "schedule=1f1b", "parallel.replications=null",
-    "parallel.parts=null",
-    "parallel.micro_batches=1",
+    "parallel.parts=null", "parallel.micro_batches=1",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """What ended an attempt: the rank, the step it was in and its action there."""
-
-    rank: int
-    step: int
-    action: str
 
 
 def main(words: list[str]) -> int:
@@ -64,60 +53,54 @@ def main(words: list[str]) -> int:
         begin_s = time.monotonic()
         whole = run(runs, [*overrides, "name=whole", f"train.keep_checkpoints={STEPS}"])
         log(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s")
-        made: list[Kill] = []
-        while len(made) < kills and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None:
-            made.append(kill)
-            log(f"kill {len(made):>2}: rank {kill.rank}, step {kill.step}, {kill.action}")
+        made = 0
+        while made < kills and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None:
+            made += 1
+            log(f"kill {made:>2}: {kill}")
         ended = [path.parent for path in runs.glob("killed-*/result.json")]  # before it could be killed again
         killed = ended[0] if ended else run(runs, [*overrides, "name=killed"])
-        result: dict[str, Any] = {
-            "kills": len(made),
-            "attempts": 1 + len(list((killed / "attempts").iterdir())),
-            **bits(whole, killed),
-        }
-        log(str(result))
+        attempts = 1 + len(list((killed / "attempts").iterdir()))
+        result: dict[str, Any] = {"kills": made, "attempts": attempts, **bits(whole, killed)}
         # one that was due while another was being written was taken a step later
         taken = [path.parent for path in (whole / "checkpoints").glob("step*/manifest.json")]
-        middle = min(taken, key=lambda path: abs(_step(path) - MIDDLE))
-        other = run(runs, [*overrides, *OTHER, "name=other", f"train.resume={middle}"])
-        result |= {f"other_cut_{key}": value for key, value in differences(whole, other, _step(middle)).items()}
-    print(json.dumps(result))
-    is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
+        steps = {int(path.name.removeprefix("step")): path for path in taken}
+        step = min(steps, key=lambda step: abs(step - MIDDLE))
+        other = run(runs, [*overrides, *OTHER, "name=other", f"train.resume={steps[step]}"])
+        result |= {f"other_cut_{key}": value for key, value in differences(whole, other, step).items()}
     for key, value in result.items():
         log(f"{key:<22}{value}")
-    return int(not is_good)
+    is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
+    return answered(result, not is_good)
 
 
-def command(runs: Path, overrides: list[str]) -> list[str]:
-    """Return the command line of a run."""
+def _command(runs: Path, overrides: list[str]) -> list[str]:
     return [sys.executable, "-m", "jobs", "submit", "--json", f"runs_dir={runs}", *overrides]
 
 
 def run(runs: Path, overrides: list[str]) -> Path:
     """Start a run or continue it, wait for its end and return its folder."""
-    ended = subprocess.run(command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(_command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
     if ended.returncode:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stderr[-3000:]}")
     return Path(json.loads(ended.stdout)["run_folder"])
 
 
-def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kill | None:
-    """Continue a run and kill a rank of it some steps later; return None if the run ended before."""
-    before = {path: read_beat(path) for path in runs.glob("killed-*/heartbeat/rank*")}
-    old = {beat.pid for beat in before.values() if beat is not None}
-    process = subprocess.Popen(command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> str | None:
+    """Continue a run and kill a rank some steps later; return where it was, or None if the run ended before."""
+    old = {beat.pid for path in runs.glob("killed-*/heartbeat/rank*") if (beat := read_beat(path)) is not None}
+    process = subprocess.Popen(_command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     rank, wait, victim = chance.randrange(2), chance.randrange(1, 5), None
     moment_s = chance.random() * 0.2
     goal: int | None = None
     deadline_s = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        beats = [read_beat(path) for path in runs.glob(f"killed-*/heartbeat/rank{rank:04d}")]
-        beat = beats[0] if beats else None
-        if beat is not None and beat.pid not in old and beat.step >= 0:
+        path = next(runs.glob(f"killed-*/heartbeat/rank{rank:04d}"), None)
+        beat = None if path is None else read_beat(path)
+        if path is not None and beat is not None and beat.pid not in old and beat.step >= 0:
             goal = beat.step + wait if goal is None else goal
             if beat.step >= goal:
                 time.sleep(moment_s)
-                victim = read_beat(next(runs.glob(f"killed-*/heartbeat/rank{rank:04d}")))
+                victim = read_beat(path)
                 break
         time.sleep(LOOK_S)
     if victim is None or victim.step < 0:
@@ -125,7 +108,7 @@ def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kil
         return None
     os.kill(victim.pid, signal.SIGKILL)
     process.wait(LIMIT_S)
-    return Kill(rank, victim.step, victim.action)
+    return f"rank {rank}, step {victim.step}, {victim.action}"
 
 
 def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
@@ -140,10 +123,7 @@ def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
 
 
 def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
-    """Return the largest relative differences from step `begin` on.
-
-    Of losses, and of layers' weights in the maximum norm.
-    """
+    """Return the largest relative differences of losses from a step on, and of layers' weights in the maximum norm."""
     curves, states = _outcomes(whole, other)
     first, second = (curve["loss"][curve["step"] >= begin] for curve in curves)
     weights = [
@@ -155,7 +135,6 @@ def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
 
 
 def _outcomes(*folders: Path) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the steps and the weights of runs."""
     from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 
@@ -163,14 +142,9 @@ def _outcomes(*folders: Path) -> tuple[list[Any], list[dict[str, Any]]]:
 
 
 def _pairs(states: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield each tensor of a run's weights with that of the other run."""
     for name, layer in states[0].items():
         for key, value in layer.items():
             yield value, states[1][name][key]
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The rig of the benchmarks: runs on this machine, rounds in turns, tables on stderr and one JSON object on stdout."""
+"""The rig of the benchmarks: options, runs, processes, rounds in turn, tables on stderr and one JSON object on stdout.
+
+A benchmark is its cases, its measurement and its columns. `python -m scripts.bench.rig MODULE:FUNCTION ARGUMENTS` calls
+one function of a benchmark in a process of its own, or on a rank.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,66 @@ import json
 import os
 import platform
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from analysis.io.load import load_parts
+from analysis.metrics.run_metrics import step_times_s
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.utils.units import GIB, MIB
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
-    from gems.config.schema import RunSpec
-    from gems.runs.folder import RunFolder
-
-MIB, GIB = 2**20, 2**30
 RUN_LIMIT_S = 550.0
+HELP = {"json": "print one object on stdout", "only": "run the cases whose name contains ONLY"}
+UNITS = {"ms": 1e3, "%": 100.0, "MiB": 1 / MIB, "GiB": 1 / GIB, "MB": 1e-6, "GB": 1e-9, "GB/s": 1e-9}
+Rows = Iterable[dict[str, Any]]
+K = TypeVar("K")
 T = TypeVar("T")
+
+
+def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> argparse.Namespace:
+    """Parse options, each named by its default.
+
+    False makes a switch, a tuple holds choices and a list values after commas; a dict is what argparse takes.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    for key, default in defaults.items():
+        name = key.replace("_", "-")
+        kind: dict[str, Any] = {"type": type(default), "default": default}
+        if isinstance(default, dict):
+            kind = default
+        elif default is False:
+            kind = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            kind = {"choices": default, "default": default[0]}
+        elif isinstance(default, list):
+            kind["type"] = lambda text, values=default: [type(values[0])(word) for word in text.split(",")]
+        parser.add_argument(key if key == "overrides" else f"--{name}", **{"help": HELP.get(name), **kind})
+    return parser.parse_args(argv)
+
+
+def answered(answer: object, has_failed: bool, as_json: bool = True) -> int:
+    """Print an answer as JSON and return the exit code."""
+    if as_json:
+        print(json.dumps(answer))
+    return int(has_failed)
 
 
 def log(text: str) -> None:
@@ -42,72 +80,70 @@ def log(text: str) -> None:
 
 def machine() -> dict[str, Any]:
     """Print one line about this machine, and return it as facts: where and when figures were taken."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     facts = {
-        "cpu": _cpu(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0],
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_at_start": os.getloadavg()[0],
         "python": platform.python_version(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-    }  # fmt: skip
+    }
     log(", ".join(f"{name} {value}" for name, value in facts.items()))
     return facts
-
-
-def _cpu() -> str:
-    try:
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def parser(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """Return a parser whose help is a module's docstring, with those of `--json`, `--only` and `--threads` named."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    if "json" in flags:
-        made.add_argument("--json", action="store_true", help="print one object on stdout")
-    if "only" in flags:
-        made.add_argument("--only", default="", metavar="WORD", help="run the cases whose name contains WORD")
-    if "threads" in flags:
-        made.add_argument("--threads", type=int, default=1, help="threads of torch")
-    return made
 
 
 class Table:
     """A table on stderr, printed row by row as results come.
 
-    A column is `heading:format`, as in `step ms:>9.1f`. A cell that is no number keeps the format's width alone.
+    A column is `heading=key:format`, as in `step ms=step_s:>9.1f`: the key of a row's value (by default the heading),
+    shown in the unit that ends the heading. A text keeps the width alone, None is a dash, and a key that a row lacks
+    leaves its cell empty.
     """
 
     def __init__(self, *columns: str) -> None:
-        pairs = [column.rsplit(":", 1) for column in columns]
-        self._formats = [kind for _, kind in pairs]
-        self._widths = [
-            f"{kind[0] if kind[0] in '<>' else '>'}{re.findall(r'[0-9]+', kind)[0]}" for kind in self._formats
-        ]
-        self.row(*(heading for heading, _ in pairs))
+        self._columns: list[tuple[str, float, str, str]] = []
+        heads = ""
+        for column in columns:
+            name, kind = column.rsplit(":", 1)
+            heading, _, key = name.partition("=")
+            width = (kind[0] if kind[0] in "<>" else ">") + re.findall(r"\d+", kind)[0]
+            self._columns.append((key or heading, UNITS.get(heading.split()[-1], 1), kind, width))
+            heads += f"{heading:{width}}"
+        log(heads)
 
-    def row(self, *cells: object, note: str = "") -> None:
-        """Print the cells, of which there may be fewer than columns, and a note after them."""
-        shown = [
-            f"{'-' if cell is None else cell:{kind if isinstance(cell, int | float) else width}}"
-            for cell, kind, width in zip(cells, self._formats, self._widths, strict=False)
-        ]
-        log("".join(shown) + (f"  {note}" if note else ""))
+    def row(self, row: dict[str, Any], note: object = "") -> dict[str, Any]:
+        """Print a row's cells and a note after them, and return the row."""
+        cells = ""
+        for key, scale, kind, width in self._columns:
+            value = row.get(key, "")
+            is_number = isinstance(value, int | float)
+            cells += f"{value * scale:{kind}}" if is_number else f"{'-' if value is None else value:{width}}"
+        log(cells.rstrip() + (f"  {note}" if note else ""))
+        return row
+
+    def rows(self, rows: Rows, note: Callable[[dict[str, Any]], object] = lambda row: "") -> list[dict[str, Any]]:
+        """Print rows as they are made, and return them."""
+        return [self.row(row, note(row)) for row in rows]
 
 
-def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def composed(*words: str | Sequence[str]) -> RunSpec:
+    """Compose a run from overrides: several in a text, and those of a user in a list."""
+    return compose([word for part in words for word in (part.split() if isinstance(part, str) else part)])
+
+
+def square(side_px: int) -> str:
+    """Return the overrides of square images."""
+    return f"data.height_px={side_px} data.width_px={side_px}"
+
+
+def in_turns(ways: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """Call every way once a round, A B A B, and return the results of each in order."""
-    found: dict[str, list[T]] = {way: [] for way in ways}
+    found: dict[K, list[T]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():
             found[way].append(call())
     return found
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def quartiles(ratios: Sequence[float]) -> dict[str, float]:
@@ -121,58 +157,53 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
 
 
-def start_ranks(
-    num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S, gloo: bool = False
-) -> None:
-    """Run `python -m PROGRAM` on several ranks of this machine, one thread each; `gloo` is for torch.distributed too.
+def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S) -> None:
+    """Run `python -m PROGRAM` on several ranks of this machine, one thread each.
 
     Raises:
         SystemExit: a rank failed; its last lines are the message.
     """
-    environment = rank_environment(1)
-    if gloo:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     argv = mpiexec_argv(num_ranks, [sys.executable, "-m", *program])
-    ended = run_ranks(argv, environment, log_to, timeout_s=timeout_s, echo=False)
+    ended = run_ranks(argv, rank_environment(1), log_to, timeout_s=timeout_s, echo=False)
     if ended.returncode:
         raise SystemExit("\n".join(ended.tail) or f"exit code {ended.returncode}")
 
 
-@contextmanager
-def finished_run(spec: RunSpec, timeout_s: float = RUN_LIMIT_S) -> Iterator[RunFolder]:
-    """Run a configuration on this machine, and yield its folder, which is temporary."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = prepare(replace(spec, runs_dir=scratch))
-        start_ranks(
-            spec.world_size, "gems.engine.run", str(folder.path), log_to=folder.logs / "ranks.log", timeout_s=timeout_s
-        )
-        yield folder
+def call_argv(function: Callable[..., object], *arguments: object) -> tuple[str, str, str]:
+    """Return the program that calls a module's function, with arguments that JSON can hold."""
+    return "scripts.bench.rig", f"{function.__globals__['__spec__'].name}:{function.__name__}", json.dumps(arguments)
 
 
-def counted_steps_s(folder: RunFolder) -> np.ndarray:
-    """Return the seconds of a run's steps without its warm-up."""
-    from analysis.io.load import load_parts
-    from analysis.metrics.run_metrics import step_times_s
-
-    steps = load_parts(folder.path).trace.steps
-    times_s: np.ndarray = step_times_s(steps)[steps["is_warmup"] == 0]
-    return times_s
-
-
-def child(module: str, *words: str, limit_s: float = RUN_LIMIT_S) -> dict[str, Any]:
-    """Run one case in a process of its own, and return the object on its last line, or `{"failed": why}`."""
-    command = [sys.executable, "-m", module, *words]
+def in_child(
+    function: Callable[..., object], *arguments: object, limit_s: float = RUN_LIMIT_S, threads: int | None = None
+) -> dict[str, Any]:
+    """Call a module's function in a process of its own, and return the object that it returns, or `{"failed": why}`."""
+    command = [sys.executable, "-m", *call_argv(function, *arguments)]
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end within {limit_s:.0f} s"}
     if ended.returncode:
         return {"failed": " ".join(ended.stderr.splitlines()[-1:])[:300] or f"exit code {ended.returncode}"}
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
+
+
+@contextmanager
+def finished_run(spec: RunSpec) -> Iterator[RunFolder]:
+    """Run a configuration on this machine, and yield its folder, which is temporary."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = prepare(replace(spec, runs_dir=scratch))
+        start_ranks(spec.world_size, "gems.engine.run", str(folder.path), log_to=folder.logs / "ranks.log")
+        yield folder
+
+
+def counted_steps_s(folder: RunFolder) -> np.ndarray:
+    """Return the seconds of a run's steps without its warm-up."""
+    steps = load_parts(folder.path).trace.steps
+    times_s: np.ndarray = step_times_s(steps)[steps["is_warmup"] == 0]
+    return times_s
 
 
 def allocator_peaks(device: torch.device, static_bytes: int, call: Callable[[], object]) -> tuple[int, int | None]:
@@ -199,3 +230,8 @@ def allocator_peaks(device: torch.device, static_bytes: int, call: Callable[[], 
         held += event.nbytes()
         most = max(most, held)
     return static_bytes + most, None
+
+
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(import_module(module), name)(*json.loads(sys.argv[2]))))

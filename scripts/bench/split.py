@@ -9,12 +9,10 @@ differs.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +23,9 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.utils.host_memory import keep_freed_memory
-from scripts.bench.rig import Table, in_turns, log, machine, parser
+from scripts.bench.rig import Table, answered, in_turns, log, machine, options
 
 WRONG = 1e-3
-Timed = Callable[[], tuple[float, float]]  # seconds of a whole backward, and of its first part
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A row of the table: some layers and the shape of their input; `is_indices` for an embedding."""
-
-    name: str
-    make: Callable[[], list[nn.Module]]
-    shape: tuple[int, ...]
-    is_indices: bool = False
-
-
-def has_own_clock(device: torch.device) -> bool:
-    """Return whether the process's own time is that of the work: on one thread of a processor."""
-    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 class SelfAttention(nn.Module):
@@ -59,100 +41,97 @@ class SelfAttention(nn.Module):
         return made
 
 
-def conv(channels: int, kernel: int, out: int | None = None) -> Callable[[], list[nn.Module]]:
-    """Build a convolution as in a residual block."""
-    return lambda: [nn.Conv2d(channels, out or channels, kernel, padding=kernel // 2, bias=False)]
-
-
-def resnet_stage(depth: int, version: int, height_px: int, part: int, num_parts: int) -> list[nn.Module]:
-    """Build one of equal parts of a ResNet."""
+def resnet_stage(depth: int, version: int, height_px: int) -> list[nn.Module]:
+    """Build the second of four equal parts of a ResNet."""
     layers = layers_of(ModelConfig(depth=depth, version=version), DataConfig(height_px=height_px, width_px=height_px))
-    first, last = part * len(layers) // num_parts, (part + 1) * len(layers) // num_parts
-    return build_layers(layers, first, last, seed=0)
+    return build_layers(layers, len(layers) // 4, len(layers) // 2, seed=0)
 
 
-def cases(scale: int) -> list[Case]:
-    """Return all rows; `scale` multiplies the batch, for a GPU."""
-    return [
-        Case("conv 3x3, 16 ch, 32 px (ResNet)", conv(16, 3), (16 * scale, 16, 32, 32)),
-        Case("conv 3x3, 64 ch, 8 px (ResNet)", conv(64, 3), (16 * scale, 64, 8, 8)),
-        Case("conv 1x1, 64 ch, 32 px (ResNet)", conv(64, 1), (8 * scale, 64, 32, 32)),
-        Case("conv 1x1, 256 ch, 14 px (ResNet)", conv(256, 1), (8 * scale, 256, 14, 14)),
-        Case("conv 3x3, 64 ch, 112 px (VGG)", conv(64, 3), (scale, 64, 112, 112)),
-        Case("conv 3x3, 256 ch, 28 px (VGG)", conv(256, 3), (2 * scale, 256, 28, 28)),
-        Case("linear 512 -> 512", lambda: [nn.Linear(512, 512)], (256 * scale, 512)),
-        Case("linear 4096 -> 1024 (VGG)", lambda: [nn.Linear(4096, 1024)], (32 * scale, 4096)),
-        Case("batch norm, 64 ch", lambda: [nn.BatchNorm2d(64)], (8 * scale, 64, 32, 32)),
-        Case("group norm, 64 ch", lambda: [nn.GroupNorm(8, 64)], (8 * scale, 64, 32, 32)),
-        Case("layer norm, 512", lambda: [nn.LayerNorm(512)], (8 * scale, 128, 512)),
-        Case("embedding, 1000 x 256", lambda: [nn.Embedding(1000, 256)], (8 * scale, 256), is_indices=True),
-        Case("attention, 256 wide, 128 long", lambda: [SelfAttention(256, 8)], (4 * scale, 128, 256)),
-        Case("ResNet-20 v1, stage 2 of 4, 32 px", lambda: resnet_stage(20, 1, 32, 1, 4), (32 * scale, 16, 32, 32)),
-        Case("ResNet-56 v1, stage 2 of 4, 32 px", lambda: resnet_stage(56, 1, 32, 1, 4), (8 * scale, 16, 32, 32)),
-        Case("ResNet-110 v2, stage 2 of 4, 32 px", lambda: resnet_stage(110, 2, 32, 1, 4), (4 * scale, 64, 32, 32)),
-        Case("ResNet-56 v1, stage 2 of 4, 128 px", lambda: resnet_stage(56, 1, 128, 1, 4), (scale, 16, 128, 128)),
-    ]  # fmt: skip
+# A row of the table: its layers and the shape of their input, whose batch is 16 times as large on a GPU.
+Case = tuple[str, Callable[[], nn.Module | list[nn.Module]], tuple[int, ...]]
+EMBEDDING = "embedding, 1000 x 256"
+CASES: tuple[Case, ...] = (
+    ("conv 3x3, 16 ch, 32 px (ResNet)", lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False), (16, 16, 32, 32)),
+    ("conv 3x3, 64 ch, 8 px (ResNet)", lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (16, 64, 8, 8)),
+    ("conv 1x1, 64 ch, 32 px (ResNet)", lambda: nn.Conv2d(64, 64, 1, bias=False), (8, 64, 32, 32)),
+    ("conv 1x1, 256 ch, 14 px (ResNet)", lambda: nn.Conv2d(256, 256, 1, bias=False), (8, 256, 14, 14)),
+    ("conv 3x3, 64 ch, 112 px (VGG)", lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (1, 64, 112, 112)),
+    ("conv 3x3, 256 ch, 28 px (VGG)", lambda: nn.Conv2d(256, 256, 3, padding=1, bias=False), (2, 256, 28, 28)),
+    ("linear 512 -> 512", lambda: nn.Linear(512, 512), (256, 512)),
+    ("linear 4096 -> 1024 (VGG)", lambda: nn.Linear(4096, 1024), (32, 4096)),
+    ("batch norm, 64 ch", lambda: nn.BatchNorm2d(64), (8, 64, 32, 32)),
+    ("group norm, 64 ch", lambda: nn.GroupNorm(8, 64), (8, 64, 32, 32)),
+    ("layer norm, 512", lambda: nn.LayerNorm(512), (8, 128, 512)),
+    (EMBEDDING, lambda: nn.Embedding(1000, 256), (8, 256)),
+    ("attention, 256 wide, 128 long", lambda: SelfAttention(256, 8), (4, 128, 256)),
+    ("ResNet-20 v1, stage 2 of 4, 32 px", lambda: resnet_stage(20, 1, 32), (32, 16, 32, 32)),
+    ("ResNet-56 v1, stage 2 of 4, 32 px", lambda: resnet_stage(56, 1, 32), (8, 16, 32, 32)),
+    ("ResNet-110 v2, stage 2 of 4, 32 px", lambda: resnet_stage(110, 2, 32), (4, 64, 32, 32)),
+    ("ResNet-56 v1, stage 2 of 4, 128 px", lambda: resnet_stage(56, 1, 128), (1, 16, 128, 128)),
+)
 
 
 class Bench:
-    """Runs the backward of one case in three ways, on copies of the same layers."""
+    """Runs the backward of one case in three ways, on copies of the same layers.
+
+    A way returns the seconds of its whole backward, and of its first part.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
-        self._device = device
-        self._clock = time.process_time if has_own_clock(device) else time.perf_counter
-        self._case = case
-        self._input = (
-            torch.randint(0, 1000, case.shape, device=device)
-            if case.is_indices
-            else torch.randn(case.shape, device=device)
-        )
+        name, self._make, (batch, *rest) = case
+        self._device, self._is_indices = device, name == EMBEDDING
+        # on one thread of a processor the process's own time is that of the work
+        has_own_clock = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.process_time if has_own_clock else time.perf_counter
+        shape = (batch * (16 if device.type == "cuda" else 1), *rest)
+        draw = torch.randint(0, 1000, shape) if self._is_indices else torch.randn(shape)
+        self._input = draw.to(device)
         self._layers = {way: self._build() for way in ("full", "ours", "torch")}
-        self._stages = {way: Stage(self._layers[way], case.is_indices, lambda: None) for way in ("full", "ours")}
-        (output,) = self._stages["full"].infer((self._input,))
+        self._full, self.stage = (Stage(self._layers[way], self._is_indices, lambda: None) for way in ("full", "ours"))
+        (output,) = self._full.infer((self._input,))
         self._gradient = torch.randn_like(output)
-        self.stage = self._stages["ours"]
 
     def _build(self) -> nn.ModuleList:
         torch.manual_seed(0)
-        layers = nn.ModuleList(self._case.make()).to(self._device)
+        made = self._make()
+        layers = nn.ModuleList(made if isinstance(made, list) else [made]).to(self._device)
         for parameter in layers.parameters():
             parameter.grad = torch.zeros_like(parameter)
         return layers
 
+    def _timed(self, *parts: Callable[[], object]) -> tuple[float, float]:
+        times = [self._now()]
+        for part in parts:
+            part()
+            times.append(self._now())
+        return times[-1] - times[0], times[1] - times[0]
+
     def full(self) -> tuple[float, float]:
         """Time a full backward."""
-        stage = self._stages["full"]
-        stage.forward(0, (self._input,))
-        begin = self._now()
-        stage.backward(0, (self._gradient,))
-        end = self._now()
-        return end - begin, end - begin
+        self._full.forward(0, (self._input,))
+        return self._timed(lambda: self._full.backward(0, (self._gradient,)))
 
     def ours(self) -> tuple[float, float]:
         """Time our two parts, one after the other."""
-        stage = self._stages["ours"]
-        stage.forward(0, (self._input,), None, True)
-        begin = self._now()
-        stage.backward_input(0, (self._gradient,))
-        middle = self._now()
-        stage.backward_weight(0)
-        return self._now() - begin, middle - begin
+        self.stage.forward(0, (self._input,), None, True)
+        return self._timed(
+            lambda: self.stage.backward_input(0, (self._gradient,)), lambda: self.stage.backward_weight(0)
+        )
 
     def torch(self) -> tuple[float, float]:
         """Time the two functions of torch.distributed.pipelining, one after the other."""
         from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-        layers = self._layers["torch"]
-        leaf = self._input.detach().requires_grad_(not self._case.is_indices)
+        layers, groups = self._layers["torch"], []
+        leaf = self._input.detach().requires_grad_(not self._is_indices)
         value = leaf
         for layer in layers:
             value = layer(value)
-        begin = self._now()
-        _, groups = stage_backward_input([value], [self._gradient], [leaf], layers.parameters())
-        middle = self._now()
-        stage_backward_weight(layers.parameters(), groups)
-        return self._now() - begin, middle - begin
+        return self._timed(
+            lambda: groups.extend(stage_backward_input([value], [self._gradient], [leaf], layers.parameters())[1]),
+            lambda: stage_backward_weight(layers.parameters(), groups),
+        )
 
     def error(self, way: str) -> float:
         """Return the largest relative error of the gradients of one way against the full backward's."""
@@ -166,10 +145,9 @@ class Bench:
         return self._clock()
 
 
-def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Measure one case and return its row."""
+def _run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     bench = Bench(case, device)
-    ways: dict[str, Timed] = {"full": bench.full, "ours": bench.ours, "torch": bench.torch}
+    ways = {"full": bench.full, "ours": bench.ours, "torch": bench.torch}
     failed = ""
     for _ in range(2):
         for way in list(ways):
@@ -184,29 +162,22 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
         failed = "its gradients are wrong"
         del ways["torch"]
     times = in_turns(ways, rounds)
-    full = [whole for whole, _ in times["full"]]
-    row: dict[str, Any] = {"case": case.name, "full_ms": statistics.median(full) * 1e3}
-    for way in ("ours", "torch"):
-        if way in times:
-            ratios = [both / whole for (both, _), whole in zip(times[way], full, strict=True)]
-            row[f"{way}_ratio"] = statistics.median(ratios)
-            row[f"{way}_input_share"] = statistics.median(
-                first / whole for (_, first), whole in zip(times[way], full, strict=True)
-            )
+    full = [whole for whole, _ in times.pop("full")]
+    row: dict[str, Any] = {"case": case[0], "full_ms": statistics.median(full) * 1e3}
+    for way, pairs in times.items():
+        for number, name in enumerate(("ratio", "input_share")):
+            ratios = [pair[number] / whole for pair, whole in zip(pairs, full, strict=True)]
+            row[f"{way}_{name}"] = statistics.median(ratios)
     row |= {
-        "bit_equal": bench.error("ours") == 0.0,
-        "stash_bytes": bench.stage.stash_bytes,
+        "bit_equal": bench.error("ours") == 0.0, "stash_bytes": bench.stage.stash_bytes,
         "held_for_weights_bytes": bench.stage.held_for_weights_bytes,
-    }
+    }  # fmt: skip
     return row | ({"torch_failed": failed} if failed else {})
 
 
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object; return 1 if a gradient differs."""
-    options = parser(__doc__, "json", "only", "threads")
-    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    options.add_argument("--rounds", type=int, default=15)
-    given = options.parse_args(argv)
+    given = options(__doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15)
     if given.device == "cuda" and not torch.cuda.is_available():
         log("bench-split: torch sees no GPU here: unmeasured")
         return 0
@@ -216,23 +187,17 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         keep_freed_memory()  # as the ranks of a run
     table = Table(
-        "(I then W) over the full backward:<36", "full ms:9.2f", "ours:8.2f", "of it I:9.2f", "torch:8.2f",
-        "of it I:9.2f",
-        "held/stash MB:>16",
+        "(I then W) over the full backward=case:<36", "full (ms)=full_ms:11.2f", "ours=ours_ratio:8.2f",
+        "of it I=ours_input_share:9.2f", "torch=torch_ratio:8.2f", "of it I=torch_input_share:9.2f",
+        "held MB=held_for_weights_bytes:9.1f", "stash MB=stash_bytes:10.1f",
     )  # fmt: skip
-    rows = []
-    for case in cases(16 if given.device == "cuda" else 1):
-        if given.only not in case.name:
-            continue
-        row = run_case(case, device, given.rounds)
-        rows.append(row)
-        shares = (row.get(f"{way}_{what}", "fails") for way in ("ours", "torch") for what in ("ratio", "input_share"))
-        held = f"{row['held_for_weights_bytes'] / 1e6:.1f}/{row['stash_bytes'] / 1e6:.1f}"
-        table.row(case.name, row["full_ms"], *shares, held, note="" if row["bit_equal"] else "GRADIENTS DIFFER")
-    if given.json:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        print(json.dumps({"device": name, "torch": torch.__version__, "rounds": given.rounds, "cases": rows}))
-    return int(not all(row["bit_equal"] for row in rows))
+    rows = table.rows(
+        (_run_case(case, device, given.rounds) for case in CASES if given.only in case[0]),
+        lambda row: row.get("torch_failed", "")[:60] if row["bit_equal"] else "GRADIENTS DIFFER",
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    answer = {"device": name, "torch": torch.__version__, "rounds": given.rounds, "cases": rows}
+    return answered(answer, not all(row["bit_equal"] for row in rows), given.json)
 
 
 if __name__ == "__main__":

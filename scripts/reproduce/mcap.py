@@ -7,20 +7,18 @@ the exact partition, over those by torchgpipe's two methods. `--json` prints one
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 from gems.utils.tables import table
 from scripts.bench.cuts import DEVICE, largest_models
-from scripts.bench.rig import parser
+from scripts.bench.rig import answered, options
 
 PUBLISHED = 1.55
 RIVALS = ("torchgpipe_size", "torchgpipe_time")
 
 
-def ratios() -> list[dict[str, Any]]:
-    """Return the ratios of trainable parameters for each family and number of ranks."""
+def _ratios() -> list[dict[str, Any]]:
     found: dict[tuple[str, int], dict[str, int]] = {}
     for row in largest_models():
         found.setdefault((row["family"], row["ranks"]), {})[row["method"]] = row["num_parameters"]
@@ -38,21 +36,12 @@ def ratios() -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     """Print the ratios beside the paper's."""
-    given = parser(__doc__, "json").parse_args(argv)
-    rows = ratios()
-    if given.json:
-        print(json.dumps({"source": "predicted", "device_bytes": DEVICE, "rows": rows}))
-        return 0
-    columns = {"family": "", "ranks": "d", "method": "", "over": "", "ours": ".2f", "published": ".2f"}
-    names = ("family", "ranks", "method", "over", "ratio", "published")
-    print(
-        table(
-            columns,
-            ([row[name] for name in names] for row in rows),
-            title=f"trainable parameters on {DEVICE}, predicted",
-        )
-    )
-    return 0
+    given, rows = options(__doc__, argv, json=False), _ratios()
+    columns = {"family": "", "ranks": "d", "method": "", "over": "", "ratio": ".2f", "published": ".2f"}
+    if not given.json:
+        cells = ([row[name] for name in columns] for row in rows)
+        print(table(columns, cells, title=f"trainable parameters on {DEVICE}, predicted"))
+    return answered({"source": "predicted", "device_bytes": DEVICE, "rows": rows}, False, given.json)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.bench.engine import Contender, LiveBytes, judge
-
-
-def one(engine: str, schedule: str) -> Contender:
-    return Contender(engine, schedule, lambda: None, 0)
+from scripts.bench.engine import LiveBytes, judge
 
 
 def test_the_fastest_of_ours_that_keeps_their_peak_is_set_against_each_of_theirs():
-    contenders = [one("ours", "big"), one("ours", "small"), one("torch", "lean"), one("torch", "fast")]
+    contenders = [("ours", "big"), ("ours", "small"), ("torch", "lean"), ("torch", "fast")]
     times = [[1.0, 1.0, 1.0], [2.0, 2.0, 2.2], [6.0, 6.0, 6.0], [3.0, 3.0, 3.0]]
     found = judge(contenders, times, [200, 90, 100, 250], {"other": "why"})
     fast, lean = found["answers"]
@@ -25,7 +21,7 @@ def test_the_fastest_of_ours_that_keeps_their_peak_is_set_against_each_of_theirs
 
 
 def test_a_peak_that_none_of_ours_keeps_has_no_answer():
-    found = judge([one("ours", "x"), one("torch", "y")], [[1.0], [2.0]], [11, 10], {})
+    found = judge([("ours", "x"), ("torch", "y")], [[1.0], [2.0]], [11, 10], {})
     assert found["answers"] == [{"theirs": "y", "ours": None}]
 
 

@@ -6,19 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from gems.models import layers_of
-from gems.models.build import build_layers, input_spec
+from gems.models.build import input_spec
 from scripts.bench import memory_gpu
 from scripts.bench.memory_rig import (
     OneRank,
     PlainLoop,
     all_offloaded,
-    engine_under,
     hook_traffic,
+    layer_modules,
     one_rank,
-    one_rank_case,
     plain_loss,
-    planned_outcome,
+    planned,
 )
 
 SIDE, SIDE_OF_RUN, FLOAT = 16, 32, 4
@@ -71,25 +69,25 @@ def test_a_peer_s_step_is_that_of_the_plain_loop(way):
 
 def test_ours_moves_each_storage_once_and_nothing_else():
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
-    layers = layers_of(spec.model, spec.data)
-    modules = nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed))
-    plain = hook_traffic("save_on_cpu", modules, torch.randn(input_spec(spec.data, 2).shape))
+    plain = hook_traffic("save_on_cpu", layer_modules(spec), torch.randn(input_spec(spec.data, 2).shape))
     ours = OneRank(spec, *all_offloaded(spec))
     ours.step()
-    assert ours.counters.offloaded_bytes == ours.counters.prefetched_bytes == 2 * plain.saved_bytes
-    assert ours.counters.num_misses == 0
+    assert ours.pipeline.segments is not None
+    counters = ours.pipeline.segments.store.counters
+    assert counters.offloaded_bytes == counters.prefetched_bytes == 2 * plain.saved_bytes
+    assert counters.num_misses == 0
     assert plain.moved_bytes > 1.3 * plain.saved_bytes
 
 
 @pytest.mark.parametrize("words", [["memory=keep"], ["memory=recompute"]], ids=["keep", "recompute"])
 def test_peaks_are_measured_where_they_were_predicted(words):
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
-    outcome = planned_outcome(spec, one_rank_case(spec))
-    found = engine_under(spec, outcome).peaks()
+    outcome = planned(spec)
+    found = OneRank.under(spec, outcome).peaks()
     (walked,) = outcome.ranks
-    assert found.activation_bytes == pytest.approx(walked.peak_activation_bytes, rel=0.05)
-    assert found.allocated_bytes == pytest.approx(walked.peak_bytes, rel=0.05)
-    assert found.allocated_bytes > found.activation_bytes > 0
+    assert found["activation_bytes"] == pytest.approx(walked.peak_activation_bytes, rel=0.05)
+    assert found["allocated_bytes"] == pytest.approx(walked.peak_bytes, rel=0.05)
+    assert found["allocated_bytes"] > found["activation_bytes"] > 0
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
@@ -105,11 +103,11 @@ def test_the_largest_size_is_found(most, expected, monkeypatch):
     tried = []
 
     def child(what, model, side_px, *words):
-        tried.append(int(side_px))
-        return {"step_s": 1.0} if int(side_px) <= most else {"refused": "too large"}
+        tried.append(side_px)
+        return {"step_s": 1.0} if side_px <= most else {"refused": "too large"}
 
     monkeypatch.setattr(memory_gpu, "_child", child)
-    (row,) = memory_gpu.measure_largest(["keep"], [])
+    (row,) = memory_gpu.largest_rows(["keep"], {})
     assert row["side_px"] == expected
     assert len(tried) == len(set(tried))
 
@@ -121,10 +119,10 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(memory_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(memory_gpu, "_held_bytes", lambda made: next(held))
-    monkeypatch.setattr(memory_gpu, "_machine", lambda rates: ["machine=cpu", "model.depth=8"])
+    monkeypatch.setattr(memory_gpu, "_machine", lambda rates: "machine=cpu model.depth=8")
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
-    monkeypatch.setitem(memory_gpu.OURS, "plan", ["memory=plan", "memory.target_reduction=0.1", "memory.budget_s=1"])
+    monkeypatch.setitem(memory_gpu.OURS, "plan", "memory=plan memory.target_reduction=0.1 memory.budget_s=1")
     row = memory_gpu.compare_ways("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
     ways = row["ways"]
     assert set(ways) == {"keep", "plan", "plain", "save_on_cpu", "torchtune", "checkpoint"}

@@ -22,9 +22,8 @@ from gems.trace import write_trace
 from scripts.bench.fidelity import (
     HELD_OUT_EMULATED,
     HELD_OUT_REAL,
-    Estimate,
-    Observed,
-    Row,
+    Step,
+    compared,
     fit_slowdown,
     predicted,
     step_peaks,
@@ -116,21 +115,19 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
 
 
 def test_the_slowdown_of_runs_is_a_factor_and_host_time() -> None:
-    estimates = [Estimate(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
-    runs = [Observed(1.1 * each.by_profile.step_s + 0.001 * each.passes, 1.0) for each in estimates]
-    slowdown = fit_slowdown(list(zip(estimates, runs, strict=True)))
-    assert (slowdown.factor, slowdown.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
-    assert slowdown.step_s(estimates[0]) == pytest.approx(1.4)
+    alone = [(Step(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
+    found = fit_slowdown([(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
+    assert found == (pytest.approx(1.1), pytest.approx(0.001))
 
 
 def test_errors_are_those_of_the_prediction() -> None:
-    rows = [Row("real", "x", Observed(1.0 + error, 100.0), Observed(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)]
+    rows = [compared("real", "x", Step(1.0 + error, 100.0), Step(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)]
     found = summary(rows)
     assert (found["median_error"], found["worst_error"]) == (pytest.approx(0.02), pytest.approx(0.03))
     assert found["worst_peak_error"] == pytest.approx(2 / 102) and found["is_within_limits"]
-    assert not summary([Row("real", "x", Observed(1.1, 1.0), Observed(1.0, 1.0))])["is_within_limits"]
+    assert not summary([compared("real", "x", Step(1.1, 1.0), Step(1.0, 1.0))])["is_within_limits"]
 
 
 def test_the_bench_has_the_runs_that_it_claims() -> None:
     assert len(HELD_OUT_EMULATED) >= 12 and len(HELD_OUT_REAL) == 4
-    assert len({case.words for case in (*HELD_OUT_EMULATED, *HELD_OUT_REAL)}) == 18
+    assert len({words for _, words in (*HELD_OUT_EMULATED, *HELD_OUT_REAL)}) == 18

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gems.planner.hybrid.inputs import read_epochs
-from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, make_task
+from scripts.bench.epochs import Task, _batches, epochs_to_target, main, make_task
 
 SMALL = ("data.train_samples=64", "data.validation_samples=32", "data.height_px=8", "data.width_px=8")
 
@@ -37,13 +37,14 @@ def test_every_sample_is_seen_once_an_epoch() -> None:
 
 def test_micro_batches_change_nothing(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = epochs_to_target(task, 32, 0.1, seed=0)
-    monkeypatch.setattr("scripts.epochs_study.MICRO_BATCH", 8)
+    monkeypatch.setattr("scripts.bench.epochs.MICRO_BATCH", 8)
     assert whole is not None and whole > 0
     assert epochs_to_target(task, 32, 0.1, seed=0) == pytest.approx(whole, rel=1e-3)
 
 
 def test_what_never_arrives_is_none(task: Task) -> None:
-    hopeless = Task(task.spec, task.train, Samples(task.validation.images, 1 - task.validation.labels), 1e-6, 0.5)
+    images, labels = task.validation
+    hopeless = Task(task.spec, task.train, (images, 1 - labels), 1e-6, 0.5)
     assert epochs_to_target(hopeless, 32, 0.1, seed=0) is None
 
 
@@ -86,6 +87,4 @@ def test_no_batch_at_the_target_is_one_line(tmp_path: Path, capsys: pytest.Captu
         *SMALL,
     ]
     assert main(words) == 2
-    assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("epochs_study: --target-loss=0.0: is reached by no batch")
-    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith("epochs: --target-loss=0.0: is reached by no batch")

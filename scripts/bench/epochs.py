@@ -7,18 +7,16 @@ all seeds counts, as each batch has a best rate of its own (McCandlish et al. 20
 loss is evaluated eight times an epoch; the moment at which it reached the target is interpolated between two
 evaluations.
 
-    python -m scripts.epochs_study --out epochs.json
+    python -m scripts.bench.epochs --out epochs.json
     python -m gems plan --hybrid --epochs epochs.json ...
 
 The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read
 them as a table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not
-reach the target within --most-epochs is left out and named.
+reach the target within --most-epochs is left out and named. Takes Hydra overrides.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
@@ -26,17 +24,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
-from gems.data.dataset import Dataset, Split
 from gems.engine.optimizer import build_optimizer
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -44,51 +40,43 @@ from gems.models.build import build_layers
 from gems.planner.hybrid.epochs import NoiseFit, fit_noise_scale
 from gems.planner.hybrid.inputs import GivenEpochs, epochs_json
 from gems.utils.atomic_io import write_json
+from scripts.bench.rig import answered, composed, log, options
 
-MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16",
-"data.width_px=16",
-         "data.train_samples=2048", "data.validation_samples=512", "train.momentum=0.9")  # fmt: skip
+MODEL = (
+    "model=resnet20_v1 model.depth=8 model.width=4 model.norm=group data=tissue data.height_px=16 data.width_px=16 "
+    "data.train_samples=2048 data.validation_samples=512 train.momentum=0.9"
+)
 MICRO_BATCH = 64
-BATCHES = (8, 16, 32, 64, 128, 256, 512)
+BATCHES = [8, 16, 32, 64, 128, 256, 512]
 # The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.
 BASE_RATE, BASE_BATCH = 0.02, 16
 FACTORS = (2.0, 4.0, 8.0, 16.0)
 EVALUATIONS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """All images of a split, (n, channels, height, width), and their labels, (n,)."""
+class Task(NamedTuple):
+    """What is trained: the run's configuration, its samples, and where training may stop.
 
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is trained: the run's configuration, its samples, and where training may stop."""
+    A split is all its images, (n, channels, height, width), and their labels, (n,).
+    """
 
     spec: RunSpec
-    train: Samples
-    validation: Samples
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
     target_loss: float
     most_epochs: float
 
 
 def make_task(overrides: Sequence[str], target_loss: float, most_epochs: float) -> Task:
     """Compose the run and read its samples into memory, each as it is first drawn."""
-    spec = compose([*MODEL, *overrides])
+    spec = composed(MODEL, overrides)
     dataset = open_dataset(spec.data, spec.seed)
-    return Task(spec, _samples(dataset, "train"), _samples(dataset, "validation"), target_loss, most_epochs)
-
-
-def _samples(dataset: Dataset, split: Split) -> Samples:
-    indices = range(dataset.num_images(split))
-    images = torch.stack([torch.from_numpy(dataset.image(split, index)) for index in indices])
-    return Samples(images, torch.tensor([int(dataset.label(split, index)) for index in indices]))
+    splits = []
+    for split in ("train", "validation"):
+        indices = range(dataset.num_images(split))
+        images = torch.stack([torch.from_numpy(dataset.image(split, index)) for index in indices])
+        splits.append((images, torch.tensor([int(dataset.label(split, index)) for index in indices])))
+    return Task(spec, splits[0], splits[1], target_loss, most_epochs)
 
 
 def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> float | None:
@@ -96,26 +84,24 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
 
     A loss that is not finite ends it too.
     """
-    spec = task.spec
-    layers = layers_of(spec.model, spec.data)
+    layers = layers_of(task.spec.model, task.spec.data)
     model = nn.Sequential(*build_layers(layers, 0, len(layers), seed))
-    optimizer = build_optimizer(spec.train, model.parameters())
+    optimizer = build_optimizer(task.spec.train, model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = rate
-    every = max(1, round(len(task.train) / global_batch / EVALUATIONS))
-    before, seen_before = validation_loss(model, task.validation), 0.0
-    for step, batch in enumerate(_batches(len(task.train), global_batch, seed), start=1):
+    images, labels = task.train
+    every = max(1, round(len(labels) / global_batch / EVALUATIONS))
+    before, seen_before = _validation_loss(model, task), 0.0
+    for step, batch in enumerate(_batches(len(labels), global_batch, seed), start=1):
         model.train()
         optimizer.zero_grad(set_to_none=True)
         for chosen in batch.split(MICRO_BATCH):
-            loss = functional.cross_entropy(
-                model(task.train.images[chosen]), task.train.labels[chosen], reduction="sum"
-            )
+            loss = functional.cross_entropy(model(images[chosen]), labels[chosen], reduction="sum")
             (loss / global_batch).backward()
         optimizer.step()
         if step % every:
             continue
-        loss_now, seen = validation_loss(model, task.validation), step * global_batch / len(task.train)
+        loss_now, seen = _validation_loss(model, task), step * global_batch / len(labels)
         if not math.isfinite(loss_now) or seen > task.most_epochs:
             return None
         if loss_now <= task.target_loss:
@@ -137,30 +123,26 @@ def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, samples: Samples) -> float:
-    """Return the mean loss over a split, with running statistics."""
+def _validation_loss(model: nn.Module, task: Task) -> float:
     model.eval()
-    return float(functional.cross_entropy(model(samples.images), samples.labels))
-
-
-def learning_rates(global_batch: int) -> tuple[float, ...]:
-    """Return the learning rates to try at a global batch."""
-    return tuple(BASE_RATE * factor * math.sqrt(global_batch / BASE_BATCH) for factor in FACTORS)
+    images, labels = task.validation
+    return float(functional.cross_entropy(model(images), labels))
 
 
 def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
     """Train at every batch, rate and seed.
 
-    Return a row for each batch and seed, and the batches that never reached the target.
-
-    The rate of a batch is the one with the smallest mean over the seeds, among those that reach it with all seeds.
+    Return a row for each batch and seed, and the batches that never reached the target. The rate of a batch is the one
+    with the smallest mean over the seeds, among those that reach it with all seeds.
     """
     rows, missed = [], []
     for batch in batches:
-        found = {rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in learning_rates(batch)}
-        reached = {
-            rate: [each for each in epochs if each is not None] for rate, epochs in found.items() if None not in epochs
-        }
+        reached: dict[float, list[float]] = {}
+        for factor in FACTORS:
+            rate = BASE_RATE * factor * math.sqrt(batch / BASE_BATCH)
+            epochs = [epochs_to_target(task, batch, rate, seed) for seed in seeds]
+            if None not in epochs:
+                reached[rate] = [each for each in epochs if each is not None]
         if not reached:
             missed.append(batch)
             continue
@@ -169,17 +151,8 @@ def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[lis
             {"global_batch": batch, "epochs": epochs, "seed": seed, "learning_rate": best}
             for seed, epochs in zip(seeds, reached[best], strict=True)
         ]
-        mean = sum(reached[best]) / len(seeds)
-        print(f"batch {batch}: {mean:.2f} epochs with rate {best:.3g}", file=sys.stderr, flush=True)
+        log(f"batch {batch}: {sum(reached[best]) / len(seeds):.2f} epochs with rate {best:.3g}")
     return rows, missed
-
-
-def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
-    """Fit the noise scale to the runs, or return why that fails."""
-    try:
-        return fit_noise_scale([(row["global_batch"], row["epochs"]) for row in rows]), ""
-    except ConfigError as error:
-        return None, str(error)
 
 
 def describe_fit(fit: NoiseFit) -> str:
@@ -198,40 +171,37 @@ def describe_fit(fit: NoiseFit) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, write the file and print the fit."""
-    parser = argparse.ArgumentParser(description="epochs to a target loss by global batch")
-    parser.add_argument("--out", type=Path, default=Path("epochs.json"))
-    parser.add_argument("--target-loss", type=float, default=0.15)
-    parser.add_argument("--most-epochs", type=float, default=12.0)
-    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=list(BATCHES))
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args(argv)
+    given = options(
+        __doc__, argv, out=Path("epochs.json"), target_loss=0.15, most_epochs=12.0, batches=BATCHES, seeds=4,
+        json=False, overrides={"nargs": "*", "metavar": "key=value"},
+    )  # fmt: skip
     torch.set_num_threads(1)
     begin = time.perf_counter()
+    fit, why = None, ""
     try:
-        task = make_task(options.overrides, options.target_loss, options.most_epochs)
-        rows, missed = study(task, options.batches, range(options.seeds))
+        task = make_task(given.overrides, given.target_loss, given.most_epochs)
+        rows, missed = study(task, given.batches, range(given.seeds))
         if not rows:
-            raise ConfigError("--target-loss", options.target_loss, "is reached by no batch", "raise it")
-        fit, why = _fitted(rows)
+            raise ConfigError("--target-loss", given.target_loss, "is reached by no batch", "raise it")
+        try:
+            fit = fit_noise_scale([(row["global_batch"], row["epochs"]) for row in rows])
+        except ConfigError as error:
+            why = str(error)
         document = {
             "schema": "gems.epochs/1", "model": "table" if fit is None else "noise_scale",
-            "network": task.spec.model.name, "target_loss": options.target_loss,
-            "samples_per_epoch": len(task.train), "missed": missed, "runs": rows,
+            "network": task.spec.model.name, "target_loss": given.target_loss,
+            "samples_per_epoch": len(task.train[1]), "missed": missed, "runs": rows,
         }  # fmt: skip
-        write_json(options.out, document)
+        write_json(given.out, document)
     except ConfigError as error:
-        print(f"epochs_study: {error}", file=sys.stderr)
+        log(f"epochs: {error}")
         return error.exit_code
     wall_s = time.perf_counter() - begin
-    if options.json:
-        law = None if fit is None else epochs_json(GivenEpochs(fit.law, fit))
-        print(json.dumps({**document, "path": str(options.out), "fit": law, "wall_s": wall_s}))
-        return 0
-    left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
-    print(f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
-    return 0
+    if not given.json:
+        left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
+        print(f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {given.out}")
+    law = None if fit is None else epochs_json(GivenEpochs(fit.law, fit))
+    return answered({**document, "path": str(given.out), "fit": law, "wall_s": wall_s}, False, given.json)
 
 
 if __name__ == "__main__":
