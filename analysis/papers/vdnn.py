@@ -207,9 +207,6 @@ def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> 
 
 def _step(step: Timeline) -> dict[str, Any]:
     timed = [moment for moment in step.moments if moment.seconds]
-    return {
-        "step_s": step.step_s, "compute_s": step.compute_s, "average_bytes": step.average_bytes,
-        "call_average_bytes": step.call_average_bytes, "peak_bytes": step.peak_bytes,
-        "offloaded_bytes": step.offloaded_bytes, "seconds": [moment.seconds for moment in timed],
-        "device_bytes": [moment.device_bytes for moment in timed],
-    }  # fmt: skip
+    fields = step._asdict()
+    del fields["moments"]
+    return fields | {"seconds": [each.seconds for each in timed], "device_bytes": [each.device_bytes for each in timed]}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from analysis.papers.vdnn_network import CallKind, Device, Network, Window
 from gems.memory.policies.vdnn import prefetch_window
@@ -70,50 +71,29 @@ class Policy(StrEnum):
     CONV = "conv"
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A time in which the managed bytes on the device are the same."""
 
     seconds: float
     device_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A step: its moments, the bytes that are copied out in it, and the seconds that copies add to the compute."""
+class Timeline(NamedTuple):
+    """A step: its moments, the bytes copied out in it, its seconds, and those of compute alone.
+
+    `loss` is the share of the throughput that is lost against a device with memory enough. The managed bytes on the
+    device are averaged over the time of the step, and over the calls, each once, however long it takes: a ReLU takes no
+    time and is not counted, unless a copy makes it wait. `peak_bytes` are the most at once.
+    """
 
     moments: tuple[Moment, ...]
     offloaded_bytes: int
+    step_s: float
     compute_s: float
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step."""
-        return sum(moment.seconds for moment in self.moments)
-
-    @property
-    def loss(self) -> float:
-        """The share of the throughput that is lost against a device with memory enough."""
-        return 1.0 - self.compute_s / self.step_s
-
-    @property
-    def average_bytes(self) -> float:
-        """The managed bytes on the device, averaged over the time of the step."""
-        return sum(moment.seconds * moment.device_bytes for moment in self.moments) / self.step_s
-
-    @property
-    def call_average_bytes(self) -> float:
-        """The managed bytes on the device, averaged over the calls, each once, however long it takes.
-
-        A ReLU takes no time and is not counted, unless a copy makes it wait.
-        """
-        held = [moment.device_bytes for moment in self.moments if moment.seconds]
-        return sum(held) / len(held)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most managed bytes on the device at once."""
-        return max(moment.device_bytes for moment in self.moments)
+    loss: float
+    average_bytes: float
+    call_average_bytes: float
+    peak_bytes: int
 
 
 def play(network: Network, policy: Policy, device: Device) -> Timeline:
@@ -163,7 +143,12 @@ def play(network: Network, policy: Policy, device: Device) -> Timeline:
             if first_writer.get(buffer) == at:
                 gradients.discard(buffer)
     compute_s = sum(device.forward_s(call) + device.backward_s(call) for call in calls)
-    return Timeline(tuple(moments), offloaded_bytes, compute_s)
+    step_s, timed = sum(moment.seconds for moment in moments), [moment for moment in moments if moment.seconds]
+    return Timeline(
+        tuple(moments), offloaded_bytes, step_s, compute_s, 1.0 - compute_s / step_s,
+        sum(moment.seconds * moment.device_bytes for moment in moments) / step_s,
+        sum(moment.device_bytes for moment in timed) / len(timed), max(moment.device_bytes for moment in moments),
+    )  # fmt: skip
 
 
 def offloads(network: Network, policy: Policy) -> tuple[bool, ...]:
