@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,32 +37,17 @@ class BatchLoader:
         device: torch.device,
         first_step: int = 0,
     ) -> None:
-        self._spec = spec
-        self._dataset = dataset
-        self._replica = replica
-        self._image_micro_batches = image_micro_batches
-        self._label_micro_batches = label_micro_batches
-        self._dtype = dtype
-        self._device = device
-        self._ahead = (
-            Prefetcher(self._load, spec.data.prefetch_steps, first_step, spec.train.steps - 1)
-            if image_micro_batches or label_micro_batches
-            else None
-        )
+        self._spec, self._replica = spec, replica
+        self._data = cast(Dataset, dataset)  # which a rank that reads has
+        self._image_micro_batches, self._label_micro_batches = image_micro_batches, label_micro_batches
+        self._dtype, self._device = dtype, device
+        self.reads = bool(image_micro_batches or label_micro_batches)
+        last_step = spec.train.steps - 1
+        self._ahead = Prefetcher(self._load, spec.data.prefetch_steps, first_step, last_step) if self.reads else None
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
         return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
-
-    @property
-    def reads(self) -> bool:
-        """Whether this rank reads anything."""
-        return self._ahead is not None
-
-    @property
-    def _data(self) -> Dataset:
-        assert self._dataset is not None, "a rank that reads has opened its dataset"
-        return self._dataset
 
     def close(self) -> None:
         """Stop loading ahead."""
@@ -72,13 +58,10 @@ class BatchLoader:
         parallel = self._spec.parallel
         samples = batch_indices(self._data.num_train, self._spec.seed, step, global_batch(self._spec))
         size, count = parallel.micro_batch_size, parallel.micro_batches or 1
-
-        def chosen(micro_batch: int) -> np.ndarray:
-            return samples[micro_batch_slice(self._replica, micro_batch, count, size)]
-
+        chosen = [samples[micro_batch_slice(self._replica, m, count, size)] for m in range(count)]
         return Batch(
-            {m: self._images("train", chosen(m)) for m in self._image_micro_batches},
-            {m: self._labels("train", chosen(m)) for m in self._label_micro_batches},
+            {m: self._images("train", chosen[m]) for m in self._image_micro_batches},
+            {m: self._labels("train", chosen[m]) for m in self._label_micro_batches},
         )
 
     def _images(self, split: Split, samples: np.ndarray) -> Tensor:

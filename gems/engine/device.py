@@ -32,34 +32,11 @@ def seed_generators(device: torch.device, seed: int, replica: int, rank: int) ->
     np.random.seed(int(state[1]) % 2**32)
 
 
-def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int:
-    """Return the GPU of a local rank among those visible; more ranks than GPUs share them.
-
-    Args:
-        local: the rank on its node.
-        num_visible: GPUs that this process sees; one if the scheduler bound the rank to it.
-        order: GPU of each local rank, if the site has an order.
-
-    Raises:
-        ConfigError: some of a node's GPUs are hidden, so that the order would name the wrong ones.
-    """
-    if num_visible == 1 or not order:
-        return local % num_visible
-    if len(order) != num_visible:
-        raise ConfigError(
-            "cluster.device_order", list(order), f"names {len(order)} GPUs, and this rank sees {num_visible}",
-            "set cluster.device_order=[], or let ranks see all GPUs of a node (cluster.gpu_bind=none)",
-        )  # fmt: skip
-    return order[local % num_visible]
-
-
 def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
-    """Open the rank's device and set its number of threads.
+    """Open the rank's device and set its number of threads; more ranks on a node than visible GPUs share them.
 
-    Args:
-        machine: names the device.
-        order: GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores, or
-            to the first network card, are not the first ones.
+    `order` is the GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores,
+    or to the first network card, are not the first ones. It has no effect if the scheduler bound the rank to one GPU.
 
     Raises:
         ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are visible.
@@ -72,6 +49,15 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
         raise ConfigError(
             "machine.device", "cuda", "torch sees no GPU here", "use machine=cpu, or a torch built for this GPU"
         )
-    device = torch.device("cuda", device_index(local_rank(), torch.cuda.device_count(), order))
+    num_visible = torch.cuda.device_count()
+    index = local_rank() % num_visible
+    if num_visible > 1 and order:
+        if len(order) != num_visible:  # some of the node's GPUs are hidden: the order would name the wrong ones
+            raise ConfigError(
+                "cluster.device_order", list(order), f"names {len(order)} GPUs, and this rank sees {num_visible}",
+                "set cluster.device_order=[], or let ranks see all GPUs of a node (cluster.gpu_bind=none)",
+            )  # fmt: skip
+        index = order[index]
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

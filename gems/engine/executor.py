@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gems.autograd.memory_counter import MemoryCategory, tensor_bytes
+from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
 from gems.engine.gradients import Gradients
 from gems.engine.metrics import Metrics, MetricSums, summed_loss
 from gems.engine.stage import Loss, Stage, StageKey
-from gems.engine.supervision.recorder import Recorder
+from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.tensor_router import copy_shared, open_router
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.runs.heartbeat import Heartbeat
@@ -55,17 +55,8 @@ class Executor:
     ) -> None:
         """Prepare the handlers.
 
-        Args:
-            schedule: lowered.
-            rank: in the pipeline.
-            stages: those on the rank.
-            channels: post the transfers.
-            recorder: gets bytes and events.
-            heartbeat: records each action.
-            labels_per_step: over all directions and replicas, so that summed gradients are those of the mean loss.
-            gradients: cleared before each step, and reduced over all copies.
-            optimizer: makes the step.
-            segments: of the stages, if the schedule needs a store.
+        `labels_per_step` counts all directions and replicas, so that summed gradients are those of the mean loss.
+        There are `segments` if the schedule needs a store.
         """
         self.schedule = schedule
         self.rank = rank
@@ -80,7 +71,7 @@ class Executor:
         self._optimizer = optimizer
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
-        self.activations = MemoryCategory(recorder.count_bytes) if segments is None else segments.store.activations
+        self.activations = MemoryCounter(recorder.count_bytes) if segments is None else segments.store.activations
         self.router = open_router(schedule, rank, channels, recorder)
         actions = schedule.rows[rank]
         for key in {(action.direction, action.stage) for action in actions if action.kind is Kind.I}:
@@ -96,8 +87,8 @@ class Executor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: channels.post_receive,
             Kind.RECV_B: channels.post_receive,
-            Kind.REDUCE_GRAD: self._reduce,
-            Kind.STEP: self._step,
+            Kind.REDUCE_GRAD: self._reduce_or_step,
+            Kind.STEP: self._reduce_or_step,
         }
         poll = channels.poll
         if self._store is not None:
@@ -253,16 +244,12 @@ class Executor:
     def _send(self, action: Action) -> None:
         self._channels.post_send(action, self.router.take_for_send(action))
 
-    def _reduce(self, action: Action) -> None:
+    def _reduce_or_step(self, action: Action) -> None:
         start = self._recorder.timestamp()
-        if self._gradients is not None:
-            self._gradients.reduce()
-        self._recorder.compute(action, start)
-
-    def _step(self, action: Action) -> None:
-        start = self._recorder.timestamp()
-        if self._optimizer is not None:
+        if action.kind is Kind.STEP and self._optimizer is not None:
             self._optimizer.step()
+        elif action.kind is Kind.REDUCE_GRAD and self._gradients is not None:
+            self._gradients.reduce()
         self._recorder.compute(action, start)
 
 

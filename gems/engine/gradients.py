@@ -28,24 +28,27 @@ class Gradients:
         self, modules: Mapping[StageKey, nn.Module], transport: Transport, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._transport = transport
-        copies: dict[int, list[nn.Module]] = {}
-        for _, stage in sorted(modules, key=lambda key: (key[1], key[0])):
-            copies.setdefault(stage, [])
-        for (_, stage), module in sorted(modules.items()):
-            copies[stage].append(module)
+        stages = sorted({stage for _, stage in modules})
+        copies = [[modules[key] for key in sorted(modules) if key[1] == stage] for stage in stages]
+        # each with those of the other copies on the rank
         self._statistics = [
-            [tensors for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)]
-            for same in copies.values()
+            tensors for same in copies for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)
         ]
-        num_gradients = sum(parameter.numel() for same in copies.values() for parameter in same[0].parameters())
-        num_statistics = sum(tensors[0].numel() for stage in self._statistics for tensors in stage)
-        num_seconds = sum(p.numel() for same in copies.values() for copy in same[1:] for p in copy.parameters())
-        self._flat = torch.zeros(num_gradients + num_statistics + num_seconds, dtype=dtype, device=device)
-        self._message = self._flat[: num_gradients + num_statistics]
-        self._packed = self._flat[num_gradients : num_gradients + num_statistics]
+        num_gradients = sum(parameter.numel() for same in copies for parameter in same[0].parameters())
+        end_of_message = num_gradients + sum(tensors[0].numel() for tensors in self._statistics)
+        num_seconds = sum(p.numel() for same in copies for copy in same[1:] for p in copy.parameters())
+        self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
+        self._message, self._packed = self._flat[:end_of_message], self._flat[num_gradients:end_of_message]
         # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
-        self._lay_out(copies, num_gradients + num_statistics)
+        at, at_second = 0, end_of_message
+        for same in copies:
+            size = _set_views(same[0].parameters(), self._flat, at)
+            for copy in same[1:]:
+                _set_views(copy.parameters(), self._flat, at_second)
+                self._seconds.append((self._flat[at : at + size], self._flat[at_second : at_second + size]))
+                at_second += size
+            at += size
         self._has_copies = transport.size > 1 or bool(self._seconds)
         self._staged: Tensor | None = None
         if device.type != "cpu" or dtype not in (torch.float32, torch.float64):
@@ -62,59 +65,31 @@ class Gradients:
         self._flat.zero_()
 
     def reduce(self) -> None:
-        """Sum the gradients and average the running statistics over all copies; collective.
-
-        Raises:
-            StalledError: a peer did not join within the hang timeout.
-        """
+        """Sum the gradients and average the running statistics over all copies; collective."""
         if not self._has_copies:
             return
         for first, second in self._seconds:
             first += second
-        self._pack()
-        if self._transport.size > 1:
-            self._sum()
-        self._unpack()
-        for first, second in self._seconds:
-            second.copy_(first)
-
-    def _sum(self) -> None:
-        if self._staged is None:
-            self._transport.sum_in_place(self._message)
-            return
-        self._staged.copy_(self._message)
-        self._transport.sum_in_place(self._staged)
-        self._message.copy_(self._staged)
-
-    def _lay_out(self, copies: Mapping[int, list[nn.Module]], end_of_message: int) -> None:
-        at, at_second = 0, end_of_message
-        for same in copies.values():
-            size = _set_views(same[0].parameters(), self._flat, at)
-            for copy in same[1:]:
-                _set_views(copy.parameters(), self._flat, at_second)
-                self._seconds.append((self._flat[at : at + size], self._flat[at_second : at_second + size]))
-                at_second += size
-            at += size
-
-    def _pack(self) -> None:
         with torch.no_grad():
-            means = [
-                (sum(tensors) / (len(tensors) * self._transport.size)).reshape(-1)
-                for stage in self._statistics
-                for tensors in stage
-            ]
+            num_ranks = self._transport.size
+            means = [(sum(tensors) / (len(tensors) * num_ranks)).reshape(-1) for tensors in self._statistics]
             if means:
                 torch.cat(means, out=self._packed)
-
-    def _unpack(self) -> None:
+        if num_ranks > 1 and self._staged is None:
+            self._transport.sum_in_place(self._message)
+        elif num_ranks > 1 and self._staged is not None:
+            self._staged.copy_(self._message)
+            self._transport.sum_in_place(self._staged)
+            self._message.copy_(self._staged)
         at = 0
         with torch.no_grad():
-            for stage in self._statistics:
-                for tensors in stage:
-                    size = tensors[0].numel()
-                    for tensor in tensors:
-                        tensor.copy_(self._packed[at : at + size].view_as(tensor))
-                    at += size
+            for tensors in self._statistics:
+                size = tensors[0].numel()
+                for tensor in tensors:
+                    tensor.copy_(self._packed[at : at + size].view_as(tensor))
+                at += size
+        for first, second in self._seconds:
+            second.copy_(first)
 
 
 def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> int:

@@ -21,15 +21,10 @@ from gems.utils.logs import set_up_rank_logging
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a finished training left.
+    """What a finished training left: the run folder, with trace, weights and logs, and its main figures.
 
-    Attributes:
-        folder: The run folder, with trace, weights and logs.
-        num_steps: Steps of all attempts together.
-        first_loss: Mean loss of the first step.
-        last_loss: Mean loss of the last step.
-        validation_accuracy: Share of validation labels predicted correctly; None with train.evaluate=false.
-        validation_loss: Mean loss over validation labels; None with train.evaluate=false.
+    Steps are those of all attempts together; losses are means over labels. There is no validation with
+    train.evaluate=false.
     """
 
     folder: Path
@@ -92,10 +87,6 @@ def train(spec: RunSpec) -> TrainResult:
     if comm.rank == 0:
         found.write_status("finished", exit_code=0)
     comm.Barrier()
-    return _result(found)
-
-
-def _result(folder: RunFolder) -> TrainResult:
-    document: dict[str, Any] = read_json(folder.result_json)
     known = {field.name for field in fields(TrainResult)}
-    return TrainResult(folder=folder.path, **{key: value for key, value in document.items() if key in known})
+    values: dict[str, Any] = {key: value for key, value in read_json(found.result_json).items() if key in known}
+    return TrainResult(folder=found.path, **values)

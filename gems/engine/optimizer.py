@@ -23,7 +23,5 @@ def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's state."""
-    tensors = (
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-    )
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

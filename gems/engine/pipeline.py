@@ -9,7 +9,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from gems.autograd.memory_counter import MemoryCounter
 from gems.config.schema import RunSpec
 from gems.data import labels_per_step
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
@@ -19,10 +18,10 @@ from gems.engine.gradients import Gradients
 from gems.engine.optimizer import build_optimizer
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
-from gems.engine.supervision.consistency_check import check_same_schedule, check_world
+from gems.engine.step_loop import check_ranks
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm, Transport, ranks_here
-from gems.engine.transport.p2p_channels import P2PChannels, open_transports
+from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
@@ -69,12 +68,8 @@ class Pipeline:
         return self._micro_batches(self.schedule.num_stages - 1)
 
     def _micro_batches(self, stage: int) -> list[int]:
-        placement = self.schedule.placement
-        return [
-            m
-            for m, direction in sorted(self.schedule.directions().items())
-            if placement.rank_of(direction, stage) == self.rank
-        ]
+        rank_of = self.schedule.placement.rank_of
+        return [m for m, way in sorted(self.schedule.directions().items()) if rank_of(way, stage) == self.rank]
 
     def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
         """Return the modules of a stage on this rank, in order, with the names of their layers."""
@@ -104,27 +99,15 @@ def build_pipeline(
     """Build the share of one rank; collective over `comm`.
 
     A rank builds the layers of its own stages only. Seed and layer index determine the weights, so all copies start
-    equal.
-
-    Args:
-        spec: the configuration.
-        comm: partitions x replicas ranks.
-        device: this rank's.
-        part: gets the events; None for none.
-        heartbeat: records each action; None for none.
-        schedule: lowered, from the run folder; None to plan the run anew.
-        boundaries: where the layers are partitioned, from the run folder.
-        plan: the memory plan with which the schedule's segments were made; None if stages run whole.
-        wait_state: records what this rank waits for.
+    equal. The run is planned anew without a `schedule`, which comes with `boundaries` and `plan` from the run folder.
 
     Raises:
         ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of another schedule.
     """
-    check_world(spec, comm)
     if schedule is None:
         run = plan_run(spec)
         schedule, boundaries, plan = run.schedule, run.boundaries, run.memory_plan
-    check_same_schedule(schedule, comm)
+    check_ranks(spec, schedule, comm)
     if device.type == "cuda" and plan is not None and "cudnn_benchmark" in (plan.counters or {}):
         torch.backends.cudnn.benchmark = bool((plan.counters or {})["cudnn_benchmark"])
     parallel, placement = spec.parallel, schedule.placement
@@ -139,18 +122,18 @@ def build_pipeline(
     reduce_timer_slack()
     pipeline_comm = cast(Comm, comm.Split(replica, rank))
     reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
-    recorder = Recorder(part, MemoryCounter(device), device)
-    transports = open_transports(pipeline_comm, schedule.num_directions, hang_timeout_s, spin_s, wait_state)
+    recorder = Recorder(part, device)
+    transports = [
+        Transport(pipeline_comm, hang_timeout_s, spin_s, wait_state=wait_state) for _ in range(schedule.num_directions)
+    ]
     staging = open_staging(spec.machine.transport, device, comm)
     channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
+    mine = placement.stages_on(rank)
     built = [
-        stage_modules.build(
-            [stage for its_direction, stage in placement.stages_on(rank) if its_direction == direction],
-            spec.seed, dtype, device,
-        )
+        stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, dtype, device)
         for direction in range(placement.num_directions)
-    ]  # fmt: skip
-    modules = {(direction, stage): built[direction][stage] for direction, stage in placement.stages_on(rank)}
+    ]
+    modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
     stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
     reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
     gradients = Gradients(modules, reduce_transport, dtype, device)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gems.autograd.memory_counter import StashMeter, new_bytes, storage_addresses, tensor_bytes
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
+from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
 from gems.models.build import as_tuple
 
 Loss = Callable[[Tensor], Tensor]
 StageKey = tuple[int, int]  # direction, stage
 
 
-@dataclass(frozen=True, slots=True)
-class _Stash:
-    # the graph is kept by its edges, so the memory of outputs is free once they are sent
-    leaves: tuple[Tensor, ...]
+class Stash(NamedTuple):
+    """What is left of a forward; its graph is kept by its edges, so the memory of outputs is free once they are sent.
+
+    `inputs` are the leaves, or the `SegmentInput` of a segment.
+    """
+
+    inputs: Any
     edges: tuple[GradientEdge | None, ...]
     deferred: DeferredGradients | None
 
@@ -46,7 +49,7 @@ class Stage:
         self.held_for_weights_bytes: int | None = None
         self.is_first = is_first
         self._poll = poll
-        self._stash: dict[int, _Stash] = {}
+        self._stash: dict[int, Stash] = {}
         self._deferred: dict[int, DeferredGradients] = {}
         self._layers: SplitLayers | None = None
 
@@ -59,20 +62,13 @@ class Stage:
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Run the layers and keep what backward needs.
+        """Run the layers and keep what backward needs; return the tensors of the next boundary, detached.
 
-        Args:
-            micro_batch: its number.
-            inputs: the tensors of the boundary, or the images on the first stage.
-            loss: on the last stage, what makes a scalar of its one output.
-            is_split: `backward_input` and `backward_weight` will follow, and not `backward`.
-
-        Returns:
-            The tensors of the next boundary, detached; the scalar if there is a `loss`.
+        On the last stage `loss` makes a scalar of the one output, which is returned. If `is_split`, `backward_input`
+        and `backward_weight` will follow, and not `backward`.
         """
-        leaves = tuple(
-            tensor.detach().requires_grad_(tensor.is_floating_point() and not self.is_first) for tensor in inputs
-        )
+        has_gradient = not self.is_first
+        leaves = tuple(tensor.detach().requires_grad_(has_gradient and tensor.is_floating_point()) for tensor in inputs)
         deferred = DeferredGradients() if is_split else None
         with self._deferring_to(deferred):
             if self.stash_bytes is None:
@@ -81,35 +77,24 @@ class Stage:
                 self.stash_bytes, self.input_bytes = meter.saved_bytes, tensor_bytes(leaves)
             else:
                 outputs = self._run(leaves, loss)
-        self._stash[micro_batch] = _Stash(leaves, gradient_edges(outputs), deferred)
+        self._stash[micro_batch] = Stash(leaves, gradient_edges(outputs), deferred)
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Add to the parameters' gradients, and free what forward kept.
 
-        Args:
-            micro_batch: as given to `forward`.
-            gradients: those of the floating-point outputs, in order.
-
-        Returns:
-            The gradients of the floating-point inputs, and the inputs themselves, which nothing reads any more.
+        Takes the gradients of the floating-point outputs, and returns those of the floating-point inputs and the
+        inputs themselves, which nothing reads any more.
         """
-        return self._backward(self._stash.pop(micro_batch), gradients)
+        return self._backward(micro_batch, self._stash.pop(micro_batch), gradients)
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Compute the input gradients, and keep only what the weight gradients need.
+        """Compute the input gradients as `backward`, and keep only what the weight gradients need.
 
-        Weight gradients of layers that cannot be split are added now.
-
-        Args:
-            micro_batch: as given to `forward`, with `is_split`.
-            gradients: those of the floating-point outputs, in order.
-
-        Returns:
-            The gradients of the floating-point inputs, and the inputs. Until `backward_weight` the storages in
-            `still_read` must not change.
+        Weight gradients of layers that cannot be split are added now. Until `backward_weight` the storages in
+        `still_read` must not change.
 
         Raises:
             RuntimeError: a tensor that is needed was changed in place.
@@ -117,10 +102,10 @@ class Stage:
         stash = self._stash.pop(micro_batch)
         assert stash.deferred is not None
         with self._deferring_to(stash.deferred):
-            found = self._backward(stash, gradients)
+            found = self._backward(micro_batch, stash, gradients)
         self._deferred[micro_batch] = stash.deferred
         if self.held_for_weights_bytes is None:
-            known = storage_addresses(self._known([*stash.leaves, *gradients]))
+            known = storage_addresses(self._known([*found[1], *gradients]))
             self.held_for_weights_bytes = new_bytes(stash.deferred.tensors(), known)
         return found
 
@@ -167,14 +152,17 @@ class Stage:
     def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
         return nullcontext() if deferred is None else self.split_layers().defer_to(deferred)
 
-    def _backward(self, stash: _Stash, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _backward(
+        self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         run_backward(stash.edges, gradients)
+        leaves: tuple[Tensor, ...] = stash.inputs
         input_gradients = tuple(
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in stash.leaves if leaf.requires_grad
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves if leaf.requires_grad
         )
-        for leaf in stash.leaves:
+        for leaf in leaves:
             leaf.grad = None  # an input that is read until W must not keep its gradient
-        return input_gradients, stash.leaves
+        return input_gradients, leaves
 
     def _run(self, leaves: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
         values = leaves
@@ -182,11 +170,8 @@ class Stage:
             values = as_tuple(module(*values))
             self._poll()
             if values[0].requires_grad:
-                values[0].register_hook(self._poll_in_backward)  # type: ignore[no-untyped-call]
+                values[0].register_hook(lambda _: self._poll())  # type: ignore[no-untyped-call]
         return values if loss is None else (loss(values[0]),)
-
-    def _poll_in_backward(self, gradient: Tensor) -> None:
-        self._poll()
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:

@@ -1,9 +1,10 @@
-"""The loop over the steps of a run, on real and on emulated devices, and the attributes of its trace."""
+"""What real and emulated runs share: the checks before the first step, the loop over steps, and facts for the trace."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,33 @@ from gems.config.schema import RunSpec
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.supervision.progress import Progress
 from gems.engine.transport.mpi import Comm, library
+from gems.errors import ConfigError
+from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
 
+CLOCK_ROUNDS, CLOCK_POLL_S = 10, 0.001
 Step = Callable[[int], tuple[int, int, float]]  # step number -> begin and end in ns, and the loss on rank 0
+
+
+def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
+    """Check the number of ranks and the digest of their schedule; collective.
+
+    Raises:
+        ConfigError: it is not partitions x replicas ranks, or two of them have different schedules.
+    """
+    if comm.size != spec.world_size:
+        raise ConfigError(
+            "parallel", f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
+            f"needs {spec.world_size} ranks and was started with {comm.size}", f"start {spec.world_size} ranks",
+        )  # fmt: skip
+    digests = comm.allgather(schedule.digest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ConfigError(
+                "schedule", schedule.name,
+                f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not {digests[0][:8]})",
+                "use the same code and run.yaml on all ranks",
+            )  # fmt: skip
 
 
 def run_steps(
@@ -64,3 +89,39 @@ def trace_attributes(source: str, spec: RunSpec, comm: Comm, device: str, **vers
         source, run_id(spec), comm.size, hostname=socket.gethostname(), device=device,
         versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
     )  # fmt: skip
+
+
+def schedule_record(schedule: Schedule) -> dict[str, object]:
+    """Return what result.json says of the schedule."""
+    return {"schedule_sha256": schedule.digest(), "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows]}
+
+
+def measure_offset(comm: Comm, prefix: str) -> dict[str, int]:
+    """Measure this rank's clock minus rank 0's; collective.
+
+    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989). Measured at the start and
+    at the end of a run, since clocks drift.
+
+    Returns:
+        Attributes of a trace part: the offset, its error, and what this rank's clock read then.
+    """
+    offset, error = 0, 0
+    if comm.rank == 0:
+        for rank in range(1, comm.size):
+            best = (1 << 62, 0)
+            for _ in range(CLOCK_ROUNDS):
+                asked = time.perf_counter_ns()
+                comm.send(None, rank, 1)
+                theirs = comm.recv(source=rank, tag=1)
+                trip = time.perf_counter_ns() - asked
+                best = min(best, (trip, theirs - (asked + trip // 2)))
+            comm.send(best, rank, 2)
+    else:
+        while not comm.Iprobe(source=0, tag=1):  # ranks that spin here would keep others from their cores
+            time.sleep(CLOCK_POLL_S)
+        for _ in range(CLOCK_ROUNDS):
+            comm.recv(source=0, tag=1)
+            comm.send(time.perf_counter_ns(), 0, 1)
+        trip, offset = comm.recv(source=0, tag=2)
+        error = trip // 2
+    return {f"{prefix}_offset_ns": offset, f"{prefix}_error_ns": error, f"{prefix}_at_ns": time.perf_counter_ns()}

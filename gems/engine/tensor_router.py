@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from gems.autograd.memory_counter import MemoryCategory
 from gems.engine.activation_store.store import MicroBatchKey
-from gems.engine.supervision.recorder import Recorder
+from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.schedule.action import RECV_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies, readers_by_rank, transfer_after
@@ -32,8 +31,8 @@ class TensorRouter:
     def __init__(
         self, schedule: Schedule, actions: Iterable[Action], channels: P2PChannels, recorder: Recorder
     ) -> None:
-        self.between_stages = MemoryCategory(recorder.count_bytes)
-        self.between_segments = MemoryCategory(recorder.count_bytes)
+        self.between_stages = MemoryCounter(recorder.count_bytes)
+        self.between_segments = MemoryCounter(recorder.count_bytes)
         self._schedule = schedule
         self._channels = channels
         self._out: dict[Action, Tensors] = {}
@@ -44,7 +43,9 @@ class TensorRouter:
     def _prepare(self, actions: Sequence[Action]) -> None:
         """Look up who takes what from whom, once for all steps."""
         self._sources = {action: self._source(action) for action in actions}
-        self._takers = {action: self._taker(action) for action in actions}
+        # the send that takes what a compute action makes; the action itself if that stays on this rank
+        transfers = {action: transfer_after(action, self._schedule) for action in actions}
+        self._takers = {action: action if found is None else found[0] for action, found in transfers.items()}
         self._stays = {
             source
             for action, source in self._sources.items()
@@ -61,11 +62,7 @@ class TensorRouter:
         return action in self._stays
 
     def take(self, action: Action) -> Tensors | None:
-        """Wait for and return the inputs of an action; None if it takes nothing from others.
-
-        Raises:
-            StalledError: nothing came within the hang timeout.
-        """
+        """Wait for and return the inputs of an action; None if it takes nothing from others."""
         source = self._sources[action]
         if source is None:
             return None
@@ -85,12 +82,8 @@ class TensorRouter:
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Release inputs of an action, which nothing reads any more: receive buffers, or another stage's outputs."""
         source = self._sources[action]
-        if source is None or not tensors or source in self._stays:
-            return
-        if source.kind in RECV_KINDS:
-            self._channels.release(tensors)
-        else:
-            self.between_stages.count_bytes(-total_bytes(tensors))
+        if source is not None and tensors and source not in self._stays:
+            self._release_tensors(source, tensors)
 
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Keep inputs of an action that weight gradients of its stage may still read."""
@@ -122,18 +115,18 @@ class TensorRouter:
         self.between_stages.set_bytes(0)
         self.between_segments.set_bytes(0)
 
+    def _release_tensors(self, source: Action, tensors: Sequence[Tensor]) -> None:
+        if source.kind in RECV_KINDS:
+            self._channels.release(tensors)
+        else:
+            self.between_stages.count_bytes(-total_bytes(tensors))
+
     def _source(self, action: Action) -> Action | None:
         """Return the action whose data it takes: a receive, a stage on this rank, or a segment of its own stage."""
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             return None
-        own = (action.stage, action.segment)
-        needs = dependencies(action, self._schedule)
+        own, needs = (action.stage, action.segment), dependencies(action, self._schedule)
         return next((need for need in needs if (need.stage, need.segment) != own or need.kind in RECV_KINDS), None)
-
-    def _taker(self, action: Action) -> Action:
-        """Return the send that takes what a compute action makes; the action itself if it stays on this rank."""
-        transfer = transfer_after(action, self._schedule)
-        return action if transfer is None else transfer[0]
 
 
 class GraphTensorRouter(TensorRouter):
@@ -150,16 +143,16 @@ class GraphTensorRouter(TensorRouter):
         self._unsummed: set[Action] = set()  # backwards whose gradient is the one of their only reader
 
     def take(self, action: Action) -> Tensors | None:
-        """Return the outputs that an F's stage reads, in their order, or the sum of the gradients of a B's readers.
-
-        Raises:
-            StalledError: something did not come within the hang timeout.
-        """
+        """Return the outputs that an F's stage reads, in their order, or the sum of the gradients of a B's readers."""
         needs = self._needs[action]
         if not needs:
             return None
         if action.kind is Kind.F:
-            return tuple(tensor for need in needs for tensor in self._output(need))
+            for need in needs:
+                if need.kind in RECV_KINDS and need not in self._out:
+                    self._out[need] = self._channels.wait(need)
+                    self._num_left[need] = self._num_readers[need]
+            return tuple(tensor for need in needs for tensor in self._out[need])
         gradients = [self._gradient(need, action.stage) for need in needs]
         if len(gradients) == 1:
             self._unsummed.add(action)
@@ -168,7 +161,7 @@ class GraphTensorRouter(TensorRouter):
         for more in gradients[-2::-1]:
             total = tuple(one + other for one, other in zip(total, more, strict=True))
         for need, gradient in zip(needs, gradients, strict=True):
-            self._release_gradient(need, gradient)
+            self._release_tensors(need, gradient)
         return total
 
     def take_for_send(self, send: Action) -> Tensors:
@@ -179,7 +172,7 @@ class GraphTensorRouter(TensorRouter):
             self._drop_reader(need)
             return found
         gradient = self._gradient(need, send.segment)
-        self._release_gradient(need, gradient)
+        self._release_tensors(need, gradient)
         return gradient
 
     def put(self, action: Action, tensors: Tensors) -> None:
@@ -206,7 +199,7 @@ class GraphTensorRouter(TensorRouter):
                 self._drop_reader(need)
         elif action in self._unsummed:
             self._unsummed.discard(action)
-            self._release_gradient(self._needs[action][0], tuple(tensors))
+            self._release_tensors(self._needs[action][0], tuple(tensors))
 
     def reset(self) -> None:
         """Drop all tensors, after a failed step."""
@@ -218,45 +211,26 @@ class GraphTensorRouter(TensorRouter):
         """Return the actions whose data an F, B or send takes."""
         if action.kind in RECV_KINDS or action.micro_batch is None:
             return ()
-        needs = dependencies(action, self._schedule)
-        if action.kind is not Kind.B:
-            return needs
-        own = action._replace(kind=Kind.F)
-        return tuple(need for need in needs if need != own)
-
-    def _output(self, need: Action) -> Tensors:
-        """Return an output that was made here, or wait for it."""
-        if need.kind in RECV_KINDS and need not in self._out:
-            self._out[need] = self._channels.wait(need)
-            self._num_left[need] = self._num_readers[need]
-        return self._out[need]
+        own = action._replace(kind=Kind.F) if action.kind is Kind.B else None
+        return tuple(need for need in dependencies(action, self._schedule) if need != own)
 
     def _gradient(self, need: Action, stage: int | None) -> Tensors:
         """Return the gradient of a stage's output that one reader made here, or wait for that of another rank."""
         return self._channels.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
-
-    def _release_gradient(self, need: Action, tensors: Tensors) -> None:
-        if need.kind in RECV_KINDS:
-            self._channels.release(tensors)
-        else:
-            self.between_stages.count_bytes(-total_bytes(tensors))
 
     def _drop_reader(self, need: Action) -> None:
         """Count one reader of an output as done, and release the output after the last one."""
         self._num_left[need] -= 1
         if self._num_left[need]:
             return
-        tensors = self._out.pop(need)
         del self._num_left[need]
-        if need.kind in RECV_KINDS:
-            self._channels.release(tensors)
-        elif self._is_read_here(need):
-            self.between_stages.count_bytes(-total_bytes(tensors))
+        tensors = self._out.pop(need)
+        if need.kind in RECV_KINDS or self._is_read_here(need):
+            self._release_tensors(need, tensors)
 
     def _is_read_here(self, action: Action) -> bool:
-        placement = self._schedule.placement
-        here = placement.rank_of(action.direction, action.stage)
-        return here in readers_by_rank(placement, action.direction, action.stage)
+        placement, (direction, stage) = self._schedule.placement, (action.direction, action.stage)
+        return placement.rank_of(direction, stage) in readers_by_rank(placement, direction, stage)
 
 
 def open_router(schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder) -> TensorRouter:
@@ -277,7 +251,7 @@ def _address(tensor: Tensor) -> int:
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, each counted by itself."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:

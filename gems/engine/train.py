@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,15 +16,15 @@ from gems.data import labels_per_sample, labels_per_step, open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.resume import find_start
-from gems.engine.checkpoint.saver import Saver, StopSource
-from gems.engine.checkpoint.state import PipelineSource, layer_owners, read_losses, restore_state
+from gems.engine.checkpoint.saver import Saver
+from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
 from gems.engine.device import DTYPES
 from gems.engine.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.step_loop import run_steps, trace_attributes
-from gems.engine.supervision.memory_report import MemoryReport, memory_report
+from gems.engine.step_loop import measure_offset, run_steps, schedule_record, trace_attributes
+from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
-from gems.engine.transport.clock import measure_offset
+from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.polling import WaitState
 from gems.runs.folder import RunFolder
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Accuracy on validation labels, beside the share of the most frequent class, and the mean loss.
+    """Accuracy on validation labels, beside the share of the most frequent class, and the mean loss, for result.json.
 
     An image has one label, a sequence one per token; `num_validation` counts images or sequences.
     """
@@ -53,7 +54,7 @@ def train(
     comm: Comm,
     device: torch.device,
     heartbeat: Heartbeat,
-    stop: StopSource | None = None,
+    stop: StopListener | None = None,
     wait_state: WaitState | None = None,
 ) -> None:
     """Run a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
@@ -72,13 +73,11 @@ def train(
         start = find_start(spec, folder, comm)
         losses: list[float] = []
         if start.checkpoint is not None:
-            found = start.checkpoint.folder, start.checkpoint.manifest
-            restore_state(pipeline, *found)
+            losses = restore_state(pipeline, *start.checkpoint)
             pipeline.recorder.count_bytes(state_bytes(pipeline.optimizer))
-            losses = read_losses(*found) if comm.rank == 0 else []
         elif spec.train.initial_checkpoint is not None:
             weights.restore(pipeline, weights.load(Path(spec.train.initial_checkpoint)))
-        part.set_attributes(start.attributes() | measure_offset(comm).attributes("clock"))
+        part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
         reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
         dataset = open_dataset(spec.data, spec.seed) if reads else None
         class_counts = comm.bcast(dataset.class_counts("validation") if dataset and not comm.rank else None)
@@ -87,73 +86,62 @@ def train(
             DTYPES[spec.train.dtype], device, start.step,
         )  # fmt: skip
         manifest = start.manifest(spec, pipeline.schedule, pipeline.stage_modules.boundaries, layer_owners(pipeline))
-        saver = Saver(folder, spec.train, pipeline.control, manifest, heartbeat, PipelineSource(pipeline), stop)
+        saver = Saver(folder, spec.train, pipeline.control, manifest, heartbeat, PipelineState(pipeline), stop)
         monitor = Monitor(device, spec.train.sample_interval_s)
-        try:
-            stops = _steps(spec, pipeline, loader, part, monitor, heartbeat, folder, saver, start.step, losses)
+        recorder, labels = pipeline.recorder, labels_per_step(spec)
+
+        def run_step(step: int) -> tuple[int, int, float]:
+            start_ns = time.perf_counter_ns()
+            heartbeat.beat(step, "load")
+            batch = loader.batch(step)
+            if loader.reads:
+                recorder.waited(step, start_ns, time.perf_counter_ns())
+            metrics = pipeline.train.run(step, batch)
+            del batch
+            if step == 0:  # later steps have it from the start
+                recorder.count_bytes(state_bytes(pipeline.optimizer))
+            recorder.synchronize()
+            end_ns = time.perf_counter_ns()
+            recorder.end_step()
+            total = pipeline.control.sum_to_first([metrics.loss_sum])
+            for sample in monitor.take():
+                part.add("samples", (comm.rank, *sample))
+            return start_ns, end_ns, float("nan") if total is None else total[0] / labels
+
+        with closing(loader), closing(saver):
+            pipeline.set_training(True)
+            try:
+                stops = run_steps(spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses)
+            finally:
+                for sample in monitor.close():
+                    part.add("samples", (comm.rank, *sample))
+                if (energy_j := monitor.energy_j()) is not None:
+                    part.set_attributes({"energy_j": energy_j})
             pipeline.control.barrier()
-            part.set_attributes(measure_offset(comm).attributes("clock_end") | _allocator_peaks(device))
+            part.set_attributes(measure_offset(comm, "clock_end"))
+            if device.type == "cuda":  # peaks of torch's allocator, within actions too
+                part.set_attributes({
+                    "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+                    "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+                })  # fmt: skip
             if stops:
                 return
             report = memory_report(pipeline, folder.profile_json)
-            if comm.rank == 0 and report.unsplit_layers:
-                _log.info("full backward at I, because it cannot be split: %s", ", ".join(report.unsplit_layers))
+            if comm.rank == 0 and report["unsplit_layers"]:
+                _log.info("full backward at I, because it cannot be split: %s", ", ".join(report["unsplit_layers"]))
             accuracy = evaluate(pipeline, loader, class_counts) if spec.train.evaluate else None
             saver.finish()
-        finally:
-            saver.close()
-            loader.close()
         heartbeat.beat(spec.train.steps, "checkpoint")
         weights.save(pipeline, folder.checkpoint)
-        energy_j = comm.gather(monitor.energy_j())
-        if energy_j is not None:
-            _write_result(folder, pipeline, losses, accuracy, report, energy_j)
+        energies_j = comm.gather(energy_j)
+        if energies_j is not None:
+            write_json(folder.result_json, {
+                "num_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1],
+                **schedule_record(pipeline.schedule), "energy_j": energies_j, **report,
+                **({} if accuracy is None else asdict(accuracy)),
+            })  # fmt: skip
     finally:
         part.close()
-
-
-def _steps(
-    spec: RunSpec,
-    pipeline: Pipeline,
-    loader: BatchLoader,
-    part: TracePart,
-    monitor: Monitor,
-    heartbeat: Heartbeat,
-    folder: RunFolder,
-    saver: Saver,
-    first_step: int,
-    losses: list[float],
-) -> bool:
-    """Run the steps from `first_step` on, and return whether the run stops early; appends to `losses` on rank 0."""
-    rank, recorder, labels = pipeline.comm.rank, pipeline.recorder, labels_per_step(spec)
-
-    def run_step(step: int) -> tuple[int, int, float]:
-        start_ns = time.perf_counter_ns()
-        heartbeat.beat(step, "load")
-        batch = loader.batch(step)
-        if loader.reads:
-            recorder.waited(step, start_ns, recorder.now())
-        metrics = pipeline.train.run(step, batch)
-        del batch
-        if step == 0:  # later steps have it from the start
-            recorder.count_bytes(state_bytes(pipeline.optimizer))
-        recorder.synchronize()
-        end_ns = time.perf_counter_ns()
-        recorder.end_step()
-        total = pipeline.control.sum_to_first([metrics.loss_sum])
-        for sample in monitor.take():
-            part.add("samples", (rank, *sample))
-        return start_ns, end_ns, float("nan") if total is None else total[0] / labels
-
-    pipeline.set_training(True)
-    try:
-        return run_steps(spec, rank, part, folder.progress_json, saver, first_step, run_step, losses)
-    finally:
-        for sample in monitor.close():
-            part.add("samples", (rank, *sample))
-        energy_j = monitor.energy_j()
-        if energy_j is not None:
-            part.set_attributes({"energy_j": energy_j})
 
 
 def evaluate(pipeline: Pipeline, loader: BatchLoader, class_counts: tuple[int, ...]) -> Accuracy:
@@ -185,40 +173,3 @@ def evaluate(pipeline: Pipeline, loader: BatchLoader, class_counts: tuple[int, .
         validation_loss=float(loss_sum / num_labels),
         num_validation=int(num_labels) // per_sample,
     )
-
-
-def _allocator_peaks(device: torch.device) -> dict[str, int]:
-    """Return the peaks of torch's allocator, within actions too: bytes in use and bytes reserved."""
-    if device.type != "cuda":
-        return {}
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
-
-
-def _write_result(
-    folder: RunFolder,
-    pipeline: Pipeline,
-    losses: list[float],
-    accuracy: Accuracy | None,
-    report: MemoryReport,
-    energy_j: list[float | None],
-) -> None:
-    result: dict[str, object] = {
-        "num_steps": len(losses),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "schedule_sha256": pipeline.schedule.digest(),
-        "schedule_rows": [" ".join(map(str, row)) for row in pipeline.schedule.rows],
-        "energy_j": energy_j,
-        **asdict(report),
-    }
-    if accuracy is not None:
-        result |= {
-            "validation_accuracy": accuracy.validation_accuracy,
-            "validation_majority": accuracy.validation_majority,
-            "validation_loss": accuracy.validation_loss,
-            "num_validation": accuracy.num_validation,
-        }
-    write_json(folder.result_json, result)

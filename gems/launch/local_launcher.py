@@ -22,18 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from gems.errors import ConfigError
-from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.utils.process_tree import end_family
-
-__all__ = [
-    "Ended",
-    "mpi_family",
-    "mpiexec_argv",
-    "rank_environment",
-    "remove_stale_shared_memory",
-    "run_ranks",
-    "without_leftovers",
-]
 
 LEFTOVERS = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SUBMITIT_", "PMI", "HYDI_", "MPI_LOCAL",
              "OMPI_COMM_WORLD_", "PALS_")  # fmt: skip
@@ -41,7 +30,7 @@ KEPT = ("SLURM_CONF", "PMIX_MCA_")
 GRACE_S = 5.0
 POLL_S = 0.1
 TAIL_LINES = 200
-# What hydra says at the end serves the search for the rank at fault. On a screen it is noise, and may name another.
+# What hydra writes at the end helps to find the rank at fault. On a screen it is noise, and may name another.
 NOISE = re.compile(
     rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU CAN IGNORE)"
     rb"|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem|Please see the FAQ page for debugging"
@@ -77,11 +66,9 @@ def _find_mpiexec() -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise ConfigError(
-            "cluster.launcher",
-            "mpiexec",
-            "there is no mpiexec beside the interpreter or on PATH",
+            "cluster.launcher", "mpiexec", "there is no mpiexec beside the interpreter or on PATH",
             "`pip install mpich`, or load the site's MPI module",
-        )
+        )  # fmt: skip
     return found
 
 
@@ -98,10 +85,7 @@ def _flags(mpiexec: str) -> tuple[str, ...]:
 
 
 def mpi_family() -> str | None:
-    """Return the family of the mpiexec that ranks here would start by, mpich or openmpi.
-
-    None for others, or for none.
-    """
+    """Return the family of the mpiexec that starts ranks here, mpich or openmpi; None for another, or none."""
     try:
         return _family(_find_mpiexec())
     except ConfigError:
@@ -109,20 +93,15 @@ def mpi_family() -> str | None:
 
 
 def _family(mpiexec: str) -> str | None:
-    version = _version(mpiexec)
+    argv, no_input = [mpiexec, "--version"], subprocess.DEVNULL
+    try:
+        ended = subprocess.run(argv, stdin=no_input, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = ended.stdout + ended.stderr
     if "HYDRA" in version:
         return "mpich"
     return "openmpi" if re.search(r"Open ?MPI|OpenRTE|PRTE|PRRTE", version) else None
-
-
-def _version(mpiexec: str) -> str:
-    try:
-        asked = subprocess.run(
-            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return asked.stdout + asked.stderr
 
 
 def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
@@ -143,16 +122,9 @@ def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict
     machine, also when it is called inside an allocation.
     """
     base = dict(os.environ) if keep_slurm else without_leftovers(os.environ)
-    threads = str(threads_per_rank)
-    return {
-        **base,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "HDF5_USE_FILE_LOCKING": "FALSE",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    threads = {f"{name}_NUM_THREADS": str(threads_per_rank) for name in ("OMP", "MKL", "OPENBLAS")}
+    switches = {"HDF5_USE_FILE_LOCKING": "FALSE", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    return base | threads | switches
 
 
 def run_ranks(
@@ -165,10 +137,10 @@ def run_ranks(
     echo: bool = True,
     grace_s: float = GRACE_S,
 ) -> Ended:
-    """Run a launcher to its end; what it says goes to our stderr (`echo`), to `log` and to `on_line`.
+    """Run a launcher to its end; its output goes to our stderr (`echo`), to `log` and to `on_line`.
 
-    On time-out, SIGTERM, KeyboardInterrupt or when `give_up` says so (it is asked all the time), the launcher
-    and every process under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
+    On time-out, SIGTERM, KeyboardInterrupt or when `give_up` (polled) returns true, the launcher and every process
+    under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
 
     Raises:
         ConfigError: the launcher's program cannot be started.
@@ -180,13 +152,9 @@ def run_ranks(
         file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
         try:
             process = subprocess.Popen(
-                list(argv),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise ConfigError("launcher", argv[0], f"cannot be started ({error.strerror})") from error
         assert process.stdout is not None
@@ -200,7 +168,7 @@ def run_ranks(
         finally:
             end_family(process, grace_s)
             pump.finish()
-    return Ended(process.returncode, pump.tail, timed_out, gave_up, stopped[0] if stopped else None)
+    return Ended(process.returncode, tuple(pump.tail), timed_out, gave_up, stopped[0] if stopped else None)
 
 
 class _Pump:
@@ -209,20 +177,12 @@ class _Pump:
     def __init__(
         self, source: IO[bytes], log: IO[bytes] | None, echo: bool, on_line: Callable[[str], None] | None
     ) -> None:
-        self._source = source
-        self._log = log
-        self._echo = echo
-        self._on_line = on_line
+        self._source, self._log, self._echo, self._on_line = source, log, echo, on_line
         self._rest = b""
         self._shown = 0
-        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # the last lines, without the empty ones
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-
-    @property
-    def tail(self) -> tuple[str, ...]:
-        """The last lines, without the empty ones."""
-        return tuple(self._lines)
 
     def finish(self) -> None:
         """Wait until all is read; an orphan that holds the pipe open is not waited for."""
@@ -244,16 +204,14 @@ class _Pump:
             if self._shown or not NOISE.match(line):
                 self._show(line[self._shown :])
             self._shown = 0
-            self._hear(line.decode(errors="replace").strip())
+            text = line.decode(errors="replace").strip()
+            if text:
+                self.tail.append(text[:2000])
+                if self._on_line is not None:
+                    self._on_line(text)
         if not any(start.startswith(self._rest[: len(start)]) for start in NOISE_STARTS):
             self._show(self._rest[self._shown :])
             self._shown = len(self._rest)
-
-    def _hear(self, line: str) -> None:
-        if line:
-            self._lines.append(line[:2000])
-            if self._on_line is not None:
-                self._on_line(line)
 
     def _show(self, text: bytes) -> None:
         if self._echo and text:

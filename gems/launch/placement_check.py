@@ -25,29 +25,36 @@ WRONG_PLACE = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check at this rank's place; gives 0, or 2 where it is not the one that was asked for, which it also says."""
+    """Check this rank's place; return 0, or 2 if it is not the one that was asked for."""
     if len(argv) != 4 or not all(word.isdecimal() for word in argv[1:]):
-        print("usage: probe_rank.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE", file=sys.stderr)
+        print("usage: placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE", file=sys.stderr)
         return WRONG_PLACE
     folder, (ranks, per_node, gpus) = argv[0], (int(word) for word in argv[1:])
-    rank = _number(os.environ, RANK)
+    rank, node = _number(os.environ, RANK) or 0, os.uname().nodename
     fault = fault_of(os.environ, ranks, per_node, gpus)
     if fault is not None:
-        _write_failure(folder, rank or 0, fault)
+        from datetime import UTC, datetime
+
+        print(f"gems: rank {rank} on node {node} is in the wrong place: {fault}", file=sys.stderr, flush=True)
+        _write(os.path.join(folder, f"FAILED.rank{rank:04d}.json"), {
+            "rank": rank, "node": node, "pid": os.getpid(), "step": -1, "action": "start", "cause": fault,
+            "exit_code": WRONG_PLACE, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        })  # fmt: skip
         return WRONG_PLACE
     if rank == 0:
-        _write_result(folder, ranks)
+        _write(os.path.join(folder, "result.json"), {
+            "num_steps": 0, "num_ranks": ranks, "num_nodes": _number(os.environ, NUM_NODES) or 1, "node": node,
+            "visible_gpus": next((os.environ[name] for name in VISIBLE if name in os.environ), None),
+            "gpus_on_node": _number(os.environ, GPUS_ON_NODE),
+        })  # fmt: skip
     return 0
 
 
 def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: int) -> str | None:
-    """Report what is wrong with the place that these variables tell of; None where nothing is.
+    """Return what is wrong with the place of the rank that has these variables, or None.
 
-    Args:
-        environment: The variables of one rank.
-        ranks: World size.
-        per_node: Ranks of a node.
-        gpus: GPUs of a node that ranks may use, 0 where the run asks for none.
+    The run wants a world of `ranks`, `per_node` of them on a node, and `gpus` of a node's GPUs, 0 for none. Without a
+    list of the visible GPUs a rank sees all of its node.
     """
     rank, size = _number(environment, RANK), _number(environment, NUM_RANKS)
     local, nodes = _number(environment, LOCAL_RANK), _number(environment, NUM_NODES)
@@ -61,18 +68,13 @@ def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: in
         return f"it is rank {local} on its node, and the run wants {per_node} a node"
     if nodes is not None and nodes != -(-ranks // per_node):
         return f"the ranks are on {nodes} nodes, and the run wants {-(-ranks // per_node)}"
-    return _fault_of_gpus(environment, gpus) if gpus else None
-
-
-def _fault_of_gpus(environment: Mapping[str, str], gpus: int) -> str | None:
-    """Report what is wrong with the GPUs; without a list of the visible ones a rank sees all of its node."""
-    listed = next((environment[name] for name in VISIBLE if name in environment), None)
-    if listed is not None:
-        count = len([word for word in listed.split(",") if word])
-        if count not in (1, gpus):
-            return f"it sees {count} GPUs ({listed!r}), and the run wants {gpus} of a node, or one a rank"
+    if not gpus:
         return None
-    on_node = _number(environment, GPUS_ON_NODE)
+    listed, on_node = next((environment[name] for name in VISIBLE if name in environment), None), None
+    if listed is None:
+        on_node = _number(environment, GPUS_ON_NODE)
+    elif (count := len([word for word in listed.split(",") if word])) not in (1, gpus):
+        return f"it sees {count} GPUs ({listed!r}), and the run wants {gpus} of a node, or one a rank"
     if on_node is not None and on_node < gpus:
         return f"its node has {on_node} GPUs for this job, and the run wants {gpus}"
     return None
@@ -81,32 +83,6 @@ def _fault_of_gpus(environment: Mapping[str, str], gpus: int) -> str | None:
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
     found = next((environment[name] for name in names if name in environment), "")
     return int(found) if found.isdecimal() else None
-
-
-def _write_result(folder: str, ranks: int) -> None:
-    _write(
-        os.path.join(folder, "result.json"),
-        {
-            "num_steps": 0,
-            "num_ranks": ranks,
-            "num_nodes": _number(os.environ, NUM_NODES) or 1,
-            "node": os.uname().nodename,
-            "visible_gpus": next((os.environ[name] for name in VISIBLE if name in os.environ), None),
-            "gpus_on_node": _number(os.environ, GPUS_ON_NODE),
-        },
-    )
-
-
-def _write_failure(folder: str, rank: int, fault: str) -> None:
-    from datetime import UTC, datetime
-
-    node = os.uname().nodename
-    print(f"gems: rank {rank} on node {node} is in the wrong place: {fault}", file=sys.stderr, flush=True)
-    record = {
-        "rank": rank, "node": node, "pid": os.getpid(), "step": -1, "action": "start", "cause": fault,
-        "exit_code": WRONG_PLACE, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }  # fmt: skip
-    _write(os.path.join(folder, f"FAILED.rank{rank:04d}.json"), record)
 
 
 def _write(path: str, document: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.config.schema import RunSpec
@@ -24,16 +24,9 @@ COMPARE = "gems.engine.verification.compare"
 class Verification:
     """How far a configured run is from one unsplit process, over all steps, ranks, directions and replicas.
 
-    Attributes:
-        dtype: What both computed in.
-        max_rel_error: Largest of the three errors below.
-        parameter_error: Largest relative error of a parameter.
-        gradient_error: Largest relative error of a gradient.
-        statistics_error: Largest relative error of a running statistic.
-        worst: The tensor of the largest error, with its rank and step.
-        peak_activation_bytes: Peak bytes of activations on each rank, as counted while it ran.
-        predicted_activation_bytes: The same, as predicted from the schedule.
-        unsplit_layers: Layers whose backward cannot be split, in a schedule that splits it.
+    Both computed in `dtype`. Errors are relative, and `worst` is the tensor of the largest, with its rank and step.
+    Bytes are the peaks of activations on each rank, as counted and as predicted from the schedule. The backward of
+    `unsplit_layers` cannot be split, in a schedule that splits it.
     """
 
     dtype: str
@@ -77,11 +70,8 @@ def verify(spec: RunSpec) -> Verification:
         found = read_json(folder.result_json)
         if ended.returncode or not found:
             raise _failure(folder, ended.returncode)
-    known = {field.name for field in fields(Verification)}
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if name in known
-    }
-    return Verification(**{**values, "dtype": dtype})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return Verification(**values)
 
 
 def _failure(folder: RunFolder, returncode: int) -> RankFailedError:

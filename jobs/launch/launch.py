@@ -17,7 +17,8 @@ from typing import IO, Any, Self
 from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
 from gems.errors import RankFailedError
-from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
+from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
+from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.utils.atomic_io import read_json, write_json

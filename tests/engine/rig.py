@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.memory_counter import MemoryCounter
 from gems.engine.activation_store.segment import needs_store, open_segments
 from gems.engine.executor import Batch, Executor
 from gems.engine.stage import Stage
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import message_tag
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.engine.transport.staging import Direct
+from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
@@ -117,13 +116,13 @@ class Rig:
         **options,
     ) -> None:
         self.part = ListPart(rank)
-        self.memory = MemoryCounter(CPU)
-        self.recorder = Recorder(self.part, self.memory, CPU)
+        self.recorder = Recorder(self.part, CPU)
+        self.memory = self.recorder.memory
         self.transports = [
             LateTransport(schedule, rank, direction, boundaries, source, at_once)
             for direction in range(schedule.num_directions)
         ]
-        channels = P2PChannels(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
+        channels = P2PChannels(schedule, rank, boundaries, self.transports, Staging(CPU), self.recorder)
         self.stages = {held: Stage(nn.ModuleList(kept), held[1] == 0, channels.poll) for held, kept in modules.items()}
         self.segments = None
         if needs_store(schedule):

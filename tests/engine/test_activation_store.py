@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gems.autograd.memory_counter import MemoryCounter
 from gems.engine.activation_store.copies import CpuCopier
-from gems.engine.activation_store.host_pool import HostPool, PageableMemory
+from gems.engine.activation_store.host_pool import HostPool
 from gems.engine.activation_store.store import ActivationStore
 from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
@@ -29,9 +28,9 @@ class StoreBench:
     """A store for one micro-batch of a stage of one or two segments."""
 
     def __init__(self, row: str, **options) -> None:
-        self.memory = MemoryCounter(CPU)
-        self.recorder = Recorder(None, self.memory, CPU)
-        self.pool = HostPool(PageableMemory(), "rank 0")
+        self.recorder = Recorder(None, CPU)
+        self.memory = self.recorder.memory
+        self.pool = HostPool(None, "rank 0")
         schedule = schedule_of(row)
         self.store = ActivationStore(schedule, CpuCopier(), self.pool, self.recorder, CPU, **options)
         self.store.begin(PLACE, ())
@@ -157,19 +156,20 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     for text in ("0.0FREE0", "0.1FREE0"):
         bench.copy(text)
     output = first.detach().clone()
-    shared = bench.store._tables[PLACE].find(first.untyped_storage())
-    assert shared is not None and shared.buffer is not None and not shared.is_counted
+    table = bench.store._tables[PLACE]
+    shared = table.find(first.untyped_storage())
+    assert shared is not None and shared.buffer is not None and not table.residency.is_on_device(shared.number)
     moved = bench.store.counters.offloaded_bytes
     assert moved == bench.store.counters.saved_bytes
     del first
     assert shared.memory() is None
     bench.copy("0.1PREFETCH0")
-    assert shared.is_counted
+    assert table.residency.is_on_device(shared.number)
     product.backward()
     assert torch.allclose(start.grad, output.sum())
     second.sum().backward()
     bench.store.end_backward(PLACE, 1)
-    assert shared.is_counted, "the first segment has still to read it"
+    assert table.residency.is_on_device(shared.number), "the first segment has still to read it"
     bench.copy("0.0PREFETCH0")
     assert bench.store.counters.prefetched_bytes == moved
     bench.store.end_backward(PLACE, 0)

@@ -11,18 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gems.engine.checkpoint import shard
 from gems.engine.checkpoint.manifest import (
     MANIFEST_JSON,
     Manifest,
+    ShardFile,
     checkpoint_folder,
     checkpoint_folders,
     difference,
+    find_damage,
     prune,
     run_identity,
+    write_shard,
 )
-from gems.engine.checkpoint.shard import find_damage, write_shard
-from gems.engine.checkpoint.state import HostCopy, StateTensors
+from gems.engine.checkpoint.state import HostCopy
 from tests.engine.toys import make_spec
 
 TENSORS = {
@@ -38,7 +39,7 @@ TENSORS = {
 
 def pieces_of(tensors: dict[str, torch.Tensor]):
     copy = HostCopy(torch.device("cpu"), torch.optim.SGD([torch.zeros(1)], 0.1))
-    copy.take(StateTensors({}, tensors))
+    copy.begin({}, tensors)
     return copy.host_tensors()
 
 
@@ -85,7 +86,7 @@ def manifest(step: int) -> Manifest:
 
 
 def test_a_manifest_comes_back_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    mine = replace(manifest(3), files=(shard.ShardFile("rank0000.safetensors", 5, 7),))
+    mine = replace(manifest(3), files=(ShardFile("rank0000.safetensors", 5, 7),))
     mine.write(tmp_path / "step00000003")
     assert Manifest.read(tmp_path / "step00000003") == mine
     for text in ("[]", "{", '{"schema": "gems.checkpoint/9"}', '{"schema": "gems.checkpoint/1", "step": 1}'):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, run_identity
+from gems.engine.checkpoint.manifest import HostTensor, Manifest, checkpoint_folder, checkpoint_folders, run_identity
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.checkpoint.shard import HostTensor
 from gems.engine.transport.mpi import Transport, world
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor, EmulatedMemory
+from gems.engine.emulation.executor import EmulatedExecutor
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
-from gems.engine.transport.p2p_channels import open_transports
+from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Action, Kind
@@ -35,9 +35,9 @@ class Device:
 
     def __init__(self, comm, schedule, costs: StageCosts, cap=None, reduce=lambda: None, boundary=0.0):
         self.part = ListPart()
-        self.memory = EmulatedMemory()
-        recorder = Recorder(self.part, self.memory)
-        transports = open_transports(comm, schedule.num_directions, 20.0)
+        recorder = Recorder(self.part)
+        self.memory = recorder.memory
+        transports = [Transport(comm, 20.0) for _ in range(schedule.num_directions)]
         self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
         waiter = Waiter(self.channels.poll, 0.0001, 20.0)
         self.emulated = EmulatedExecutor(
@@ -180,7 +180,7 @@ def test_receive_buffers_are_used_again_once_they_are_read(comm, monkeypatch):
     schedule = messages_to_itself()
     as_if_apart(monkeypatch, schedule)
     made = []
-    transports = open_transports(comm, 1, 20.0)
+    transports = [Transport(comm, 20.0)]
     original = transports[0].persistent_receive
 
     def persistent_receive(data, rank, tag):
@@ -188,6 +188,6 @@ def test_receive_buffers_are_used_again_once_they_are_read(comm, monkeypatch):
         return original(data, rank, tag)
 
     monkeypatch.setattr(transports[0], "persistent_receive", persistent_receive)
-    channels = EmulatedChannels(schedule, 0, (64.0, 64.0), transports, Recorder(None, EmulatedMemory()))
+    channels = EmulatedChannels(schedule, 0, (64.0, 64.0), transports, Recorder(None))
     assert len(made) == 4 and len(set(made)) == 2
     channels.close()

@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from gems.engine.activation_store.host_pool import PAGE_BYTES, HostPool, PageableMemory, PinnedMemory
+from gems.engine.activation_store.host_pool import PAGE_BYTES, HostPool, PinnedMemory
 from gems.errors import DoesNotFitError
 
 
@@ -30,7 +30,7 @@ class Cudart:
 
 
 def test_buffers_have_exact_sizes_and_are_used_again():
-    pool = HostPool(PageableMemory(), "rank 0")
+    pool = HostPool(None, "rank 0")
     first = [pool.borrow(size) for size in (100, 300, 100)]
     assert [buffer.nbytes for buffer in first] == [100, 300, 100]
     assert (pool.used_bytes, pool.held_bytes, pool.num_made) == (500, 500, 3)
@@ -42,7 +42,7 @@ def test_buffers_have_exact_sizes_and_are_used_again():
 
 
 def test_the_limit_names_bytes_and_what_to_change():
-    pool = HostPool(PageableMemory(), "rank 3", limit_bytes=1000)
+    pool = HostPool(None, "rank 3", limit_bytes=1000)
     pool.borrow(600)
     with pytest.raises(DoesNotFitError, match=r"rank 3: .* 1100 bytes .*machine\.host_bytes=1000 .*memory="):
         pool.borrow(500)
@@ -50,7 +50,7 @@ def test_the_limit_names_bytes_and_what_to_change():
 
 
 def test_near_the_limit_free_buffers_of_other_sizes_make_room():
-    pool = HostPool(PageableMemory(), "rank 0", limit_bytes=1000)
+    pool = HostPool(None, "rank 0", limit_bytes=1000)
     larger, smaller = pool.borrow(600), pool.borrow(400)
     pool.release(larger)
     assert pool.borrow(500) is larger, "one that is large enough does"

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from gems.autograd.memory_counter import MemoryCounter
 from gems.engine.supervision.recorder import LINK, Recorder
 from gems.engine.transport.message_tags import message_tag
-from gems.engine.transport.p2p_channels import P2PChannels, open_transports
-from gems.engine.transport.staging import Direct
+from gems.engine.transport.mpi import Transport
+from gems.engine.transport.p2p_channels import P2PChannels
+from gems.engine.transport.staging import Staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 from gems.schedule import FAMILIES, generate
@@ -99,9 +99,9 @@ def two_stages_here(num_micro_batches: int = 1) -> Schedule:
 
 def open_channels(comm, boundary, num_micro_batches=1):
     part = ListPart()
-    recorder = Recorder(part, MemoryCounter(CPU), CPU)
+    recorder = Recorder(part, CPU)
     schedule = two_stages_here(num_micro_batches)
-    channels = P2PChannels(schedule, 0, [boundary], open_transports(comm, 1, 20.0), Direct(CPU), recorder)
+    channels = P2PChannels(schedule, 0, [boundary], [Transport(comm, 20.0)], Staging(CPU), recorder)
     return channels, recorder, part
 
 
@@ -161,14 +161,15 @@ def test_bytes_are_held_while_under_way_and_recorded(comm):
     channels, recorder, part = open_channels(comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors)))
     send, receive = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
     channels.post_receive(receive)
-    assert recorder._memory.held_bytes == size
+    assert recorder.memory.held_bytes == size
     channels.post_send(send, tensors)
-    assert recorder._memory.held_bytes == 2 * size
+    assert recorder.memory.held_bytes == 2 * size
     got = channels.wait(receive)
     channels.drain()
-    assert recorder._memory.held_bytes == size
+    assert recorder.memory.held_bytes == size
     channels.release(got)
-    assert recorder._memory.held_bytes == 0
+    assert recorder.memory.held_bytes == 0
+    recorder.end_step()
     seen = {(KINDS[row[2]], row[7], row[10]) for row in part.rows}
     assert seen == {("SEND_F", LINK, size), ("RECV_F", LINK, size)}
     assert all(row[8] <= row[9] for row in part.rows)
@@ -195,9 +196,9 @@ def test_more_messages_than_tags_are_refused():
     top = max(
         message_tag(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
     )
-    recorder = Recorder(None, MemoryCounter(CPU), CPU)
+    recorder = Recorder(None, CPU)
     transport.max_tag = top - 1
     with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):
-        P2PChannels(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
+        P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)
     transport.max_tag = top + 2 * 4
-    P2PChannels(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
+    P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.autograd.memory_counter import MemoryCounter, tensor_bytes
+from gems.autograd.storages import tensor_bytes
 from gems.engine.supervision.recorder import COMPUTE, LINK, Recorder
 from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
@@ -29,8 +29,8 @@ def test_tensor_bytes_count_a_storage_once():
 
 
 def test_rows_name_the_action_and_what_was_held():
-    part, ledger = ListPart(5), MemoryCounter(CPU)
-    recorder = Recorder(part, ledger, CPU)
+    part = ListPart(5)
+    recorder = Recorder(part, CPU)
     recorder.begin_step(2)
     recorder.count_bytes(100)
     start = recorder.timestamp()
@@ -39,7 +39,7 @@ def test_rows_name_the_action_and_what_was_held():
     recorder.transfer(Action(Kind.SEND_B, 3, 1, 1), start, 640)
     recorder.compute(Action(Kind.STEP, 1), start)
     recorder.end_step()
-    link, backward, step = as_dicts(part.rows)
+    backward, link, step = as_dicts(part.rows)
     assert (link["rank"], link["step"], KINDS[link["kind"]], link["stream"]) == (5, 2, "SEND_B", LINK)
     assert (link["moved_bytes"], link["device_bytes"], link["segment"]) == (640, 60, -1)
     place = [backward[name] for name in ("stage", "segment", "direction", "micro_batch")]
@@ -50,8 +50,8 @@ def test_rows_name_the_action_and_what_was_held():
 
 
 def test_waiting_for_input_is_of_a_step_or_of_a_forward():
-    part, ledger = ListPart(5), MemoryCounter(CPU)
-    recorder = Recorder(part, ledger, CPU)
+    part = ListPart(5)
+    recorder = Recorder(part, CPU)
     recorder.count_bytes(7)
     recorder.waited(3, 10, 20)
     recorder.waited(3, 20, 25, Action(Kind.F, 0, 6, 1))
@@ -66,7 +66,7 @@ def test_waiting_for_input_is_of_a_step_or_of_a_forward():
 
 def test_rows_fit_the_trace_file(tmp_path):
     part = TracePart(tmp_path / "rank0000.h5", 0, root_attributes("measured", "x", 1))
-    recorder = Recorder(part, MemoryCounter(CPU), CPU)
+    recorder = Recorder(part, CPU)
     recorder.begin_step(0)
     recorder.compute(Action(Kind.F, 0, 3), recorder.timestamp())
     recorder.end_step()
@@ -77,11 +77,11 @@ def test_rows_fit_the_trace_file(tmp_path):
 
 def test_nothing_is_kept_while_it_is_off_or_without_a_file():
     part = ListPart()
-    for recorder in (Recorder(part, MemoryCounter(CPU), CPU), Recorder(None, MemoryCounter(CPU), CPU)):
+    for recorder in (Recorder(part, CPU), Recorder(None, CPU)):
         recorder.is_on = False
         recorder.begin_step(0)
         recorder.compute(Action(Kind.F, 0, 0), recorder.timestamp())
-        recorder.transfer(Action(Kind.SEND_F, 0, 0), recorder.now(), 1)
+        recorder.transfer(Action(Kind.SEND_F, 0, 0), recorder.timestamp(), 1)
         recorder.is_on = True
         recorder.end_step()
     assert part.rows == []
@@ -119,7 +119,7 @@ class FakeGpu:
 def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     part = ListPart()
-    recorder = Recorder(part, MemoryCounter(GPU), GPU)
+    recorder = Recorder(part, GPU)
     gpu.clock_ms = 5000.0
     recorder.begin_step(0)
     assert gpu.log == ["synchronize", "event"], "the first stamp is of an idle device"
@@ -132,7 +132,7 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     recorder.count_bytes(10**9)  # counts for nothing: torch's allocator is asked
     recorder.transfer(Action(Kind.SEND_F, 0, 0), base_ns, 8)
     recorder.end_step()
-    link, forward = as_dicts(part.rows)
+    forward, link = as_dicts(part.rows)
     assert forward["start_ns"] - base_ns == 1_500_000 and forward["end_ns"] - base_ns == 4_000_000
     assert (forward["device_bytes"], link["device_bytes"]) == (111, 222)
     assert link["start_ns"] == base_ns <= link["end_ns"]
@@ -141,5 +141,5 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
 @pytest.mark.parametrize(("device", "count"), [(CPU, 0), (GPU, 1)], ids=["cpu", "cuda"])
 def test_settle_waits_for_a_gpu_only(monkeypatch, device, count):
     gpu = FakeGpu(monkeypatch)
-    Recorder(None, MemoryCounter(device), device).synchronize()
+    Recorder(None, device).synchronize()
     assert gpu.log == ["synchronize"] * count

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.engine.activation_store.segment_input import SegmentInput
-
-
-def anchor() -> torch.Tensor:
-    return torch.zeros(1, requires_grad=True)
+from gems.engine.activation_store.segment import SegmentInput
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:
@@ -20,7 +16,7 @@ def weak(tensor: torch.Tensor) -> StorageWeakRef:
 def test_the_graph_does_not_hold_what_it_is_given():
     x = torch.randn(4, 4)
     memory = weak(x)
-    segment_input, values = SegmentInput.enter([x], [True], anchor())
+    segment_input, values = SegmentInput.enter([x], [True])
     out = values[0].sum()
     del x, values
     assert memory.expired()
@@ -41,7 +37,7 @@ def test_a_leaf_would_be_held():
 
 def test_inputs_may_be_changed_in_place_as_the_first_thing():
     x = torch.tensor([-1.0, 2.0])
-    segment_input, (value,) = SegmentInput.enter([x], [True], anchor())
+    segment_input, (value,) = SegmentInput.enter([x], [True])
     torch.relu_(value).sum().backward()
     assert torch.equal(x, torch.tensor([0.0, 2.0])), "it is the same memory"
     assert torch.equal(segment_input.gradients(True)[0], torch.tensor([0.0, 1.0]))
@@ -52,7 +48,7 @@ def test_gradients_are_those_of_leaves_in_their_layout():
     y, index = torch.randn(5), torch.tensor([1, 2])
     leaves = [x.detach().requires_grad_(), y.detach().requires_grad_()]
     (leaves[0].mean() + 0 * leaves[1][0]).backward()
-    segment_input, values = SegmentInput.enter([x, index, y], [True, False, True], anchor())
+    segment_input, values = SegmentInput.enter([x, index, y], [True, False, True])
     assert values[1].requires_grad is False and torch.equal(values[1], index)
     (values[0].mean() + 0 * values[2][0]).backward()
     got = segment_input.gradients(is_first=True)
@@ -64,7 +60,7 @@ def test_gradients_are_those_of_leaves_in_their_layout():
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its_end(is_whole):
     x, y = torch.randn(3), torch.randn(2)
-    segment_input, values = SegmentInput.enter([x, y], [True, True], anchor())
+    segment_input, values = SegmentInput.enter([x, y], [True, True])
     values[0].sum().backward()
     first, second = segment_input.gradients(is_whole)
     assert torch.equal(first, torch.ones(3))
@@ -75,7 +71,7 @@ def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its
 
 def test_what_wants_no_gradient_has_none():
     x, y = torch.randn(3), torch.randn(3)
-    segment_input, values = SegmentInput.enter([x, y], [False, True], anchor())
+    segment_input, values = SegmentInput.enter([x, y], [False, True])
     assert not values[0].requires_grad
     (values[0] * values[1]).sum().backward()
     inside = segment_input.gradients(is_first=False)

@@ -153,10 +153,11 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch():
         if action.kind in seen:
             table = store._tables[0, 0, action.micro_batch]
             copied = [saved for saved in table.storages if saved.buffer is not None]
+            held = [table.residency.is_on_device(saved.number) for saved in copied]
             # the labels, which the loss saves, are the batch's
-            gone = [saved for saved in copied if not saved.is_counted and saved.num_bytes != SIZE * 8]
+            gone = [s for s, is_held in zip(copied, held, strict=True) if not is_held and s.num_bytes != SIZE * 8]
             assert all(saved.memory() is None for saved in gone)
-            assert all(saved.memory() is not None for saved in copied if saved.is_counted)
+            assert all(saved.memory() is not None for saved, is_held in zip(copied, held, strict=True) if is_held)
             seen[action.kind] += len(gone if action.kind is Kind.FREE else copied)
 
     watch(rig, see)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.autograd.memory_counter import StashMeter
+from gems.autograd.storages import StashMeter
 from gems.engine.stage import Stage
 
 FLOAT = 4

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from gems.autograd.memory_counter import StashMeter
+from gems.autograd.storages import StashMeter
 from gems.engine.stage import Stage
 from gems.models.build import as_tuple
 from tests.engine.toys import Fork, Join, Mix, Pass

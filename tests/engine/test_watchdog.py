@@ -74,9 +74,9 @@ def test_a_rank_that_ends_well_leaves_nothing_but_its_mark(folder):
         begun = heartbeat.last()
         assert folder.stacks(0).exists(), "a signal's handler can open no file"
         assert eventually(lambda: heartbeat.last().alive_ns > begun.time_ns)
-        dog._wait_state.begin("0RECV_B0")
+        dog._wait_state.what = "0RECV_B0"
         assert eventually(lambda: heartbeat.last().waits_for == "0RECV_B0")
-        dog._wait_state.end()
+        dog._wait_state.what = None
         assert eventually(lambda: heartbeat.last().waits_for == "")
         assert heartbeat.last().moved_ns > begun.time_ns, "it has gone on since, though not in the list"
     heartbeat.close()
@@ -192,7 +192,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(folder, monkeypatc
     other = Heartbeat(folder.heartbeat(1))
     monkeypatch.setattr(watchdog, "LATE_S", 1.0)
     dog = watch(folder, heartbeat, 0.5)
-    dog._wait_state.begin("0RECV_B0")
+    dog._wait_state.what = "0RECV_B0"
     dog._ticked_s -= 100.0
     assert dog.is_progressing(), "the thread was stopped too"
     dog._stacks = sys.stderr

@@ -9,8 +9,9 @@ import torch
 
 from gems.config.schema import RunSpec
 from gems.engine.verification import compare as comparing
-from gems.engine.verification.compare import Difference, compare
+from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
+from gems.launch.verification import Verification
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate
@@ -26,7 +27,7 @@ def make_spec(schedule: str, partitions: int, replicas: int = 1, **changes) -> R
     return toys.make_spec(schedule, partitions, replicas, **{"train__dtype": "float64", **changes})
 
 
-def check(comm, spec: RunSpec, schedule=None) -> Difference | None:
+def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
     part = sub_world(comm, spec.world_size)
     if part is None:
         return None

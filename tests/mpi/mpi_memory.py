@@ -15,7 +15,7 @@ from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.verification.reference import collect_values
+from gems.engine.verification.compare import collect_values
 from gems.errors import DoesNotFitError
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.simulation.build import compute_schedule

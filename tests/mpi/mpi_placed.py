@@ -104,4 +104,4 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
 
 def _step(pipeline, loader, step: int) -> int:
     pipeline.train.run(step, loader.batch(step))
-    return pipeline.recorder._memory.held_bytes
+    return pipeline.recorder.memory.held_bytes

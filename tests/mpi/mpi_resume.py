@@ -12,8 +12,7 @@ import torch
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders
-from gems.engine.checkpoint.shard import shard_name
+from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, shard_name
 from gems.engine.emulation.run import emulate
 from gems.engine.train import train
 from gems.errors import ConfigError

@@ -18,8 +18,7 @@ from gems.engine.checkpoint import weights
 from gems.engine.gradients import running_statistics
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.train import evaluate, train
-from gems.engine.verification.compare import compare
-from gems.engine.verification.reference import named_values
+from gems.engine.verification.compare import compare, named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.autograd.memory_counter import MemoryCounter
+from gems.engine.step_loop import measure_offset
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.clock import measure_offset
 from gems.engine.transport.mpi import Transport
-from gems.engine.transport.p2p_channels import P2PChannels, open_transports
-from gems.engine.transport.staging import Direct
+from gems.engine.transport.p2p_channels import P2PChannels
+from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional
@@ -60,9 +59,9 @@ def test_both_directions_at_once_in_any_layout(comm):
     size, n = comm.size, 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
-    recorder = Recorder(None, MemoryCounter(CPU), CPU)
+    recorder = Recorder(None, CPU)
     channels = P2PChannels(
-        schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder
+        schedule, comm.rank, [specs] * (size - 1), [Transport(comm, LIMIT_S) for _ in range(2)], Staging(CPU), recorder
     )
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
@@ -95,7 +94,7 @@ def test_both_directions_at_once_in_any_layout(comm):
             assert tensor.is_contiguous() and torch.equal(tensor, wanted), receive
         channels.release(got)
     channels.drain()
-    assert recorder._memory.held_bytes == 0
+    assert recorder.memory.held_bytes == 0
 
 
 def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport, folder):
@@ -175,12 +174,12 @@ def test_clocks_of_one_host_agree_within_their_error(comm):
         comm.allgather(time.get_clock_info("perf_counter").implementation)
         == ["clock_gettime(CLOCK_MONOTONIC)"] * comm.size
     )
-    found = measure_offset(comm)
-    assert abs(found.offset_ns) <= found.error_ns + 1_000
+    found = measure_offset(comm, "clock")
+    assert abs(found["clock_offset_ns"]) <= found["clock_error_ns"] + 1_000
     if comm.rank == 0:
-        assert (found.offset_ns, found.error_ns) == (0, 0)
+        assert (found["clock_offset_ns"], found["clock_error_ns"]) == (0, 0)
     else:
-        assert found.error_ns > 0
+        assert found["clock_error_ns"] > 0
 
 
 def test_an_offset_has_the_sign_that_the_trace_takes_off(comm, monkeypatch):
@@ -188,5 +187,5 @@ def test_an_offset_has_the_sign_that_the_trace_takes_off(comm, monkeypatch):
     real = time.perf_counter_ns
     ahead_ns = comm.rank * 1_000_000_000
     monkeypatch.setattr(time, "perf_counter_ns", lambda: real() + ahead_ns)
-    found = measure_offset(comm)
-    assert abs(found.offset_ns - ahead_ns) <= found.error_ns + 1_000
+    found = measure_offset(comm, "clock")
+    assert abs(found["clock_offset_ns"] - ahead_ns) <= found["clock_error_ns"] + 1_000

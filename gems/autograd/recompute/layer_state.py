@@ -31,11 +31,6 @@ class _Entry:
             return now is not self.value and now != self.value
         return now is not self.value or self.value._version != self.version
 
-    def keep_one_copy(self) -> None:
-        if self.copy is not None:
-            self.value = self.value if self.value._version == self.version else self.copy
-            self.copy = None
-
 
 ChangedState = tuple[_Entry, ...]
 
@@ -49,11 +44,13 @@ class LayerState:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        found = list(root.modules())
-        self._norms = [module for module in found if _is_batch_norm(module)]
-        self._others = [
-            module for module in found if not _is_batch_norm(module) and (_is_own(module) or module._buffers)
-        ]
+        self._norms: list[nn.Module] = []
+        self._others: list[nn.Module] = []
+        for module in root.modules():
+            if type(module).forward in _BATCH_NORMS and "forward" not in vars(module):
+                self._norms.append(module)
+            elif module._buffers or not type(module).__module__.startswith("torch.nn.modules."):
+                self._others.append(module)
 
     def record(self) -> Callable[[], ChangedState]:
         """Record the state before a forward; the function returned, called after it, returns what has changed."""
@@ -62,7 +59,9 @@ class LayerState:
         def changed() -> ChangedState:
             found = tuple(entry for entry in entries if entry.has_changed)
             for entry in found:
-                entry.keep_one_copy()
+                if entry.copy is not None:
+                    entry.value = entry.value if entry.value._version == entry.version else entry.copy
+                    entry.copy = None
             return found
 
         return changed
@@ -70,7 +69,7 @@ class LayerState:
     @contextmanager
     def replay(self, state: ChangedState) -> Iterator[None]:
         """Run layers from an earlier state inside the block, and restore the present one after it."""
-        tracked = [(vars(module), module.track_running_stats) for module in self._norms]
+        tracked = [(vars(module), vars(module)["track_running_stats"]) for module in self._norms]
         now = [(entry, entry.home[entry.name]) for entry in state]
         try:
             for attributes, _ in tracked:
@@ -120,14 +119,6 @@ class RandomState:
         finally:
             if now is not None:
                 self.set(now)
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return type(module).forward in _BATCH_NORMS and "forward" not in vars(module)
-
-
-def _is_own(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _entries(module: nn.Module) -> Iterator[_Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -76,15 +76,12 @@ class MatmulOutput:
         return tree_unflatten(fresh, self.spec)
 
 
-@dataclass(slots=True)
-class MatmulOutputs:
+class MatmulOutputs(deque[MatmulOutput]):
     """The outputs of one forward, in order."""
-
-    entries: deque[MatmulOutput] = field(default_factory=deque)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that are kept."""
-        for entry in self.entries:
+        for entry in self:
             yield from entry.tensors()
 
 
@@ -104,7 +101,7 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
         self._by_memory.clear()
-        for entry in self._outputs.entries:
+        for entry in self._outputs:
             entry.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,14 +110,21 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._track(func, args, kwargs)
         made = func(*args, **kwargs)
         if _is_recorded(func):
-            self._record(func, args, kwargs, made)
+            values, spec = tree_flatten(made)
+            random = self._random.get() if torch.Tag.nondeterministic_seeded in func.tags else None
+            entry = MatmulOutput(func, _shapes(args, kwargs), tuple(values), spec, (), random)
+            self._outputs.append(entry)
+            for tensor in entry.tensors():
+                self._by_memory[_memory(tensor)] = entry
         return made
 
     def _track(self, func: Any, args: Any, kwargs: Any) -> None:
         if not self._by_memory or _is_view(func) or func._overloadpacket.__name__ in _OF_SHAPES:
             return
-        written = _memory_written(func, args, kwargs)
-        read = {_memory(tensor) for tensor in _tensors_read(func, args, kwargs)}
+        places, names = {place for place, _ in _written(func)}, {name for _, name in _written(func)}
+        written = _memories(_targets(func, args, kwargs))
+        positional = [value for place, value in enumerate(args) if place not in places]
+        read = _memories((positional, [value for name, value in kwargs.items() if name not in names]))
         for memory in read & self._by_memory.keys():
             self._by_memory[memory].is_read = True
         for memory in written & self._by_memory.keys():
@@ -130,14 +134,6 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._by_memory = {key: other for key, other in self._by_memory.items() if other is not entry}
             else:
                 entry.is_changed = True
-
-    def _record(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        values, spec = tree_flatten(made)
-        random = self._random.get() if torch.Tag.nondeterministic_seeded in func.tags else None
-        entry = MatmulOutput(func, _shapes(args, kwargs), tuple(values), spec, (), random)
-        self._outputs.entries.append(entry)
-        for tensor in entry.tensors():
-            self._by_memory[_memory(tensor)] = entry
 
 
 class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -156,8 +152,8 @@ class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and self._outputs.entries:
-            raise RuntimeError(f"{_OTHERWISE}: {len(self._outputs.entries)} matrix products fewer")
+        if kind is None and self._outputs:
+            raise RuntimeError(f"{_OTHERWISE}: {len(self._outputs)} matrix products fewer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, unless its outputs are kept."""
@@ -179,9 +175,9 @@ class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _next(self, func: Any, args: Any, kwargs: Any) -> MatmulOutput:
-        if not self._outputs.entries:
+        if not self._outputs:
             raise RuntimeError(f"{_OTHERWISE}: {func} is one matrix product more")
-        entry = self._outputs.entries.popleft()
+        entry = self._outputs.popleft()
         shapes = _shapes(args, kwargs)
         if entry.func is not func or entry.shapes != shapes:
             was = f"{entry.func} of {[tuple(shape) for shape in entry.shapes]}"
@@ -196,6 +192,10 @@ def _is_recorded(func: Any) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _memories(values: Any) -> set[int]:
+    return {_memory(value) for value in tree_flatten(values)[0] if isinstance(value, Tensor)}
 
 
 def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
@@ -230,16 +230,3 @@ def _can_skip(func: Any) -> bool:
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
-
-
-def _memory_written(func: Any, args: Any, kwargs: Any) -> set[int]:
-    found = tree_flatten(_targets(func, args, kwargs))[0]
-    return {_memory(value) for value in found if isinstance(value, Tensor)}
-
-
-def _tensors_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    places = {place for place, _ in _written(func)}
-    names = {name for _, name in _written(func)}
-    given = [value for place, value in enumerate(args) if place not in places]
-    named = [value for name, value in kwargs.items() if name not in names]
-    return [value for value in tree_flatten((given, named))[0] if isinstance(value, Tensor)]

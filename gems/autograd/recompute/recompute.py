@@ -52,14 +52,10 @@ class Recomputation:
         self._random: RandomState | None = None
 
     def forward(self, inputs: Sequence[Tensor], run: Run | None = None) -> tuple[tuple[Tensor, ...], RecomputeContext]:
-        """Run the layers and drop what autograd saves.
+        """Run the layers and drop what autograd saves; return the outputs, detached, and what `recompute` needs.
 
-        Args:
-            inputs: as they will be given to `recompute`; those whose gradient is wanted require it here too.
-            run: runs the layers, for example with a loss after them; by default one after the other.
-
-        Returns:
-            The outputs, detached, and what `recompute` needs of this run.
+        `inputs` are as they will be given to `recompute`; those whose gradient is wanted require it here too. `run`
+        runs the layers, for example with a loss after them; by default one after the other.
 
         Raises:
             RuntimeError: a layer changes an input in place, which then could not be given to it again.
@@ -92,13 +88,7 @@ class Recomputation:
     ) -> tuple[Tensor, ...]:
         """Run the layers as `forward` did, now with a graph that the caller's saved-tensor hooks see.
 
-        Args:
-            inputs: equal to those of the first run.
-            context: what the first run left; it is used up.
-            run: as given to `forward`.
-
-        Returns:
-            The outputs with their graph.
+        The inputs equal those of the first run, and what it left in `context` is used up.
 
         Raises:
             RuntimeError: the layers call other matrix products than the first time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from gems.autograd.memory_counter import check_unchanged
 from gems.autograd.split_backward.deferred import DeferredGradients, Target
+from gems.autograd.storages import check_unchanged
 
 _backward = torch.ops.aten.convolution_backward.default
 Sizes = tuple[int, ...]
@@ -53,7 +52,12 @@ class _Conv(Function):
         wanted = (False, needs_weight, needs_bias)
         targets = [Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed]
         if targets:
-            compute = partial(_weight_gradients, ctx.parameters[0], bias_sizes, geometry, wanted)
+            own = ctx.parameters[0]  # holding `ctx` would hold x too
+
+            def compute(x: Tensor, gradient: Tensor) -> list[Tensor]:
+                found = _backward(gradient, x, own, bias_sizes, *geometry, wanted)
+                return [value for value, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+
             deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
@@ -62,18 +66,6 @@ class _Conv(Function):
 
 
 _apply_conv: Callable[..., Tensor] = _Conv.apply
-
-
-def _weight_gradients(
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    geometry: Geometry,
-    wanted: tuple[bool, bool, bool],
-    x: Tensor,
-    gradient: Tensor,
-) -> list[Tensor]:
-    found = _backward(gradient, x, weight, bias_sizes, *geometry, wanted)
-    return [value for value, is_wanted in zip(found, wanted, strict=True) if is_wanted]
 
 
 def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gems.autograd.memory_counter import check_unchanged
+from gems.autograd.storages import check_unchanged
 
 # From the tensors that I keeps to the gradient of each target.
 Compute = Callable[..., Sequence[Tensor | None]]

@@ -10,21 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.autograd.split_backward.attention import attention
 from gems.autograd.split_backward.conv import conv, conv_transposed
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.split_backward.linear import embedding, linear
+from gems.autograd.split_backward.linear import attention, embedding, linear
 
 Forward = Callable[..., Any]
 
 # Split forward by class; a subclass with a forward of its own is not split.
 _SPLIT_FORWARDS: dict[type[nn.Module], Forward] = {
-    nn.Conv1d: conv,
-    nn.Conv2d: conv,
-    nn.Conv3d: conv,
-    nn.ConvTranspose1d: conv_transposed,
-    nn.ConvTranspose2d: conv_transposed,
-    nn.ConvTranspose3d: conv_transposed,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), conv),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), conv_transposed),
     nn.Linear: linear,
     nn.Embedding: embedding,
     nn.MultiheadAttention: attention,
@@ -43,7 +38,6 @@ class SplitLayers:
 
     def __init__(self, root: nn.Module) -> None:
         self._deferred: DeferredGradients | None = None
-        self._unsplit: set[str] = set()
         found = {name: module for name, module in root.named_modules() if _own_parameters(module)}
         chosen = {name: split for name, module in found.items() if (split := _split_forward(module)) is not None}
         self._exclude_shared(found, chosen)
@@ -71,21 +65,6 @@ class SplitLayers:
         finally:
             self._deferred = before
 
-    def run(self, name: str, module: nn.Module, split: Forward, args: Any, kwargs: Any) -> Any:
-        """Run one layer, split if that is asked for and possible."""
-        plain = type(module).forward
-        deferred = self._deferred
-        if deferred is None or not torch.is_grad_enabled():
-            return plain(module, *args, **kwargs)
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            self._unsplit.add(name)  # the weight's gradient passes through a cast
-            return plain(module, *args, **kwargs)
-        made = split(deferred, name, module, *args, **kwargs)
-        if made is None:
-            self._unsplit.add(name)
-            return plain(module, *args, **kwargs)
-        return made
-
     def _exclude_shared(self, found: dict[str, nn.Module], chosen: dict[str, Forward]) -> None:
         """Remove layers from `chosen` that share a parameter with one that is not split.
 
@@ -106,7 +85,16 @@ class SplitLayers:
 
 
 def _run(layers: SplitLayers, name: str, module: nn.Module, split: Forward, *args: Any, **kwargs: Any) -> Any:
-    return layers.run(name, module, split, args, kwargs)
+    """Run one layer, split if that is asked for and possible."""
+    deferred = layers._deferred
+    if deferred is not None and torch.is_grad_enabled():
+        # under autocast the weight's gradient passes through a cast
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        made = None if is_cast else split(deferred, name, module, *args, **kwargs)
+        if made is not None:
+            return made
+        layers._unsplit.add(name)
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

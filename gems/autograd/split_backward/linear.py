@@ -1,18 +1,21 @@
-"""Split backward of linear maps and embeddings."""
+"""Split backward of linear maps, attention (only its projections, linear maps, have weights) and embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch.nn.modules import activation
 
-from gems.autograd.memory_counter import check_unchanged
 from gems.autograd.split_backward.deferred import DeferredGradients, Target
+from gems.autograd.storages import check_unchanged
+
+_ATTENTION_HELPERS = ("multi_head_attention_forward", "_in_projection_packed", "_in_projection")
 
 
 class _Linear(Function):
@@ -47,7 +50,15 @@ class _Linear(Function):
         check_unchanged(x, ctx.version, name)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight or needs_bias:
-            compute = partial(_linear_gradients, needs_weight, needs_bias, ctx.is_fused)
+            is_fused = ctx.is_fused
+
+            def compute(x: Tensor, gradient: Tensor) -> list[Tensor]:
+                found = [_flat(gradient).t().mm(x)] if needs_weight else []
+                if needs_bias:
+                    added = _flat(gradient) if is_fused else gradient
+                    found.append(added.sum(tuple(range(added.dim() - 1))))
+                return found
+
             deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
@@ -60,16 +71,6 @@ class _Linear(Function):
 _apply_linear: Callable[..., Tensor] = _Linear.apply
 
 
-def _linear_gradients(
-    needs_weight: bool, needs_bias: bool, is_fused: bool, x: Tensor, gradient: Tensor
-) -> list[Tensor]:
-    found = [_flat(gradient).t().mm(x)] if needs_weight else []
-    if needs_bias:
-        added = _flat(gradient) if is_fused else gradient
-        found.append(added.sum(tuple(range(added.dim() - 1))))
-    return found
-
-
 def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
@@ -77,22 +78,16 @@ def _flat(tensor: Tensor) -> Tensor:
 def linear_map(deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return x W^T + b over the last dimension of x; None if its backward cannot be split.
 
-    Args:
-        deferred: keeps what the weight gradient needs.
-        name: of the layer, for errors.
-        x: (..., in_features), two dimensions or more.
-        weight: (out_features, in_features), a parameter or rows of one.
-        bias: (out_features,), likewise.
+    `weight` (out_features, in_features) and `bias` are parameters or rows of some.
     """
-    target, bias_target = Target.from_tensor(weight), None if bias is None else Target.from_tensor(bias)
+    parameters = [weight] if bias is None else [weight, bias]
+    found = [Target.from_tensor(parameter) for parameter in parameters]
     is_plain = weight.is_contiguous() and weight.dim() == 2 and x.dim() >= 2 and x.numel() > 0
-    if target is None or (bias is not None and bias_target is None) or not is_plain or x.is_complex():
+    if None in found or not is_plain or x.is_complex():
         return None
-    targets = tuple(
-        found
-        for tensor, found in ((weight, target), (bias, bias_target))
-        if tensor is not None and found is not None and tensor.requires_grad
-    )
+    targets = [
+        target for target, parameter in zip(found, parameters, strict=True) if target and parameter.requires_grad
+    ]
     return _apply_linear(x, weight, bias, (deferred, name, targets))
 
 
@@ -117,16 +112,16 @@ class _Embedding(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         check_unchanged(indices, ctx.version, ctx.name)
-        compute = partial(_embedding_gradient, *ctx.options)
+        num, padding, is_scaled = ctx.options
+
+        def compute(indices: Tensor, gradient: Tensor) -> list[Tensor]:
+            return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
+
         ctx.deferred.add(ctx.name, [Target(ctx.weight)], (indices, gradient), compute)
         return (None,) * 6
 
 
 _apply_embedding: Callable[..., Tensor] = _Embedding.apply
-
-
-def _embedding_gradient(num: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor) -> list[Tensor]:
-    return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
 
 
 def embedding(deferred: DeferredGradients, name: str, module: Any, indices: Tensor) -> Tensor | None:
@@ -136,3 +131,26 @@ def embedding(deferred: DeferredGradients, name: str, module: Any, indices: Tens
         return None
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _apply_embedding(deferred, name, weight, indices, padding, module.scale_grad_by_freq)
+
+
+def attention(deferred: DeferredGradients, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's own forward of nn.MultiheadAttention with split linear maps; bits are those of torch.
+
+    A projection that cannot be split has a full backward.
+    """
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        made = linear_map(deferred, f"{name}.projection", x, weight, bias)
+        return functional.linear(x, weight, bias) if made is None else made
+
+    names: dict[str, Any] = {**vars(functional), "linear": linear}
+    names |= {helper: _with_globals(names[helper], names) for helper in _ATTENTION_HELPERS}
+    outer = {**vars(activation), "F": SimpleNamespace(**names)}
+    return _with_globals(nn.MultiheadAttention.forward, outer)(module, *args, **kwargs)
+
+
+def _with_globals(function: Any, names: dict[str, Any]) -> Any:
+    """Return a function of the same code with other globals."""
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

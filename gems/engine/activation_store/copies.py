@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -26,37 +26,18 @@ class Copy:
     is_waited_for: bool = False
 
 
-class Copier(Protocol):
-    """Copies storages out of the device and back; called with the compute stream as the current one."""
-
-    def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Post copies of storages to host buffers, after the compute that was posted before."""
-
-    def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Allocate storages on the device and post copies of the buffers' first bytes to them."""
-
-    def wait(self, copy: Copy) -> None:
-        """Make compute that is posted from now on wait for a copy; the host does not wait."""
-
-    def is_done(self, copy: Copy) -> bool:
-        """Return whether a copy has ended."""
-
-    def synchronize(self) -> None:
-        """Block the host until all copies have ended."""
-
-
 class CpuCopier:
     """Copies at once to other memory of the process, which stands for the host's."""
 
     def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Copy storages to buffers."""
+        """Copy storages out of the device to host buffers."""
         start = time.perf_counter_ns()
         for storage, buffer in pairs:
             buffer[: storage.nbytes()].copy_(as_bytes(storage))
         return Copy(start, time.perf_counter_ns(), _num_bytes(storage for storage, _ in pairs))
 
     def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Copy buffers to new storages."""
+        """Copy the buffers' first bytes to new storages on the device."""
         start = time.perf_counter_ns()
         made = [buffer[:num_bytes].clone().untyped_storage() for buffer, num_bytes in pairs]
         return Copy(start, time.perf_counter_ns(), _num_bytes(made)), made
@@ -86,7 +67,7 @@ class CudaCopier:
         self._in = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Post copies to pinned buffers."""
+        """Post copies of storages to pinned buffers, after the compute that was posted before."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         start, end = self._event(), self._event()
         start.record(self._out)
@@ -98,7 +79,7 @@ class CudaCopier:
         return Copy(start, end, _num_bytes(memory), memory)
 
     def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Post copies from pinned buffers."""
+        """Allocate storages on the device and post copies of the pinned buffers' first bytes to them."""
         fresh = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs]
         # the new memory may have been another tensor's, which compute posted before still reads
         self._in.wait_stream(torch.cuda.current_stream(self._device))
@@ -112,7 +93,7 @@ class CudaCopier:
         return Copy(start, end, _num_bytes(made), tuple(made)), made
 
     def wait(self, copy: Copy) -> None:
-        """Make the current stream wait for the end of the copy."""
+        """Make compute that is posted from now on wait for the copy; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(copy.end)
         copy.memory, copy.is_waited_for = (), True
 
@@ -121,7 +102,7 @@ class CudaCopier:
         return bool(copy.end.query())
 
     def synchronize(self) -> None:
-        """Wait for both streams."""
+        """Block the host until all copies have ended."""
         self._out.synchronize()
         self._in.synchronize()
 
@@ -129,9 +110,7 @@ class CudaCopier:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def open_copier(device: torch.device) -> Copier:
-    """Return the copier of a device."""
-    return CudaCopier(device) if device.type == "cuda" else CpuCopier()
+Copier = CpuCopier | CudaCopier
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,27 +13,6 @@ from gems.errors import DoesNotFitError
 
 PAGE_BYTES = mmap.PAGESIZE
 ADVICE = "raise machine.host_bytes, or offload less: another memory= policy, or more partitions"
-
-
-class HostMemory(Protocol):
-    """Allocates and frees host memory."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return a new one-dimensional tensor of bytes."""
-
-    def free(self, buffer: Tensor) -> None:
-        """Return a buffer to the system."""
-
-
-class PageableMemory:
-    """Memory of the process, which stands for the host's if the device is a CPU."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return a new one-dimensional tensor of bytes."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def free(self, buffer: Tensor) -> None:
-        """Leave the buffer to Python."""
 
 
 class PinnedMemory:
@@ -60,13 +39,11 @@ class PinnedMemory:
             limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             is_unlimited = limit_bytes == resource.RLIM_INFINITY
             raise DoesNotFitError(
-                f"{self._where}: pinned host memory ({error})",
-                self._pinned_bytes + num_bytes,
+                f"{self._where}: pinned host memory ({error})", self._pinned_bytes + num_bytes,
                 self._pinned_bytes if is_unlimited else limit_bytes,
                 "the system pins no more: raise `ulimit -l` (SLURM: PropagateResourceLimits), or the job's memory, "
-                "or offload less",
-                "what may be pinned" if is_unlimited else "ulimit -l",
-            )
+                "or offload less", "what may be pinned" if is_unlimited else "ulimit -l",
+            )  # fmt: skip
         self._pinned_bytes += size
         return buffer
 
@@ -83,18 +60,15 @@ class HostPool:
     another size.
     """
 
-    def __init__(self, memory: HostMemory, where: str, limit_bytes: int | None = None) -> None:
-        """Begin empty.
+    def __init__(self, pinned: PinnedMemory | None, where: str, limit_bytes: int | None = None) -> None:
+        """Begin empty, with memory of the process that stands for the host's if it is not to be `pinned`.
 
-        Args:
-            memory: allocates buffers.
-            where: the rank, for an error's text.
-            limit_bytes: the most of all buffers, used or not; None for no limit.
+        `where` is the rank, for an error's text, and `limit_bytes` of all buffers, used or not.
         """
         self.held_bytes = 0
         self.used_bytes = 0
         self.num_made = 0
-        self._memory = memory
+        self._pinned = pinned
         self._where = where
         self._limit_bytes = limit_bytes
         self._free: dict[int, list[Tensor]] = {}
@@ -110,7 +84,8 @@ class HostPool:
         if free:
             buffer = free.pop()
         else:
-            buffer = self._memory.allocate(size)
+            pinned = self._pinned
+            buffer = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned.allocate(size)
             self.held_bytes += size
             self.num_made += 1
         self.used_bytes += buffer.nbytes
@@ -131,7 +106,8 @@ class HostPool:
             return min(larger)
         for size in sorted(self._free):
             for buffer in self._free.pop(size):
-                self._memory.free(buffer)
+                if self._pinned is not None:
+                    self._pinned.free(buffer)
                 self.held_bytes -= size
             if self._has_room(num_bytes):
                 return num_bytes

@@ -9,48 +9,26 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.autograd.memory_counter import check_unchanged, storage_addresses
+from gems.autograd.storages import check_unchanged, storage_addresses
 from gems.engine.activation_store.copies import Copy
 from gems.memory.residency import Key, Residency
 
-_NO_VERSION = -1
 
+class SavedTensor:
+    """What a node of autograd's graph keeps in place of a tensor: a view of a storage that may leave the device.
 
-class UnmanagedTensor:
-    """A saved tensor whose memory the store does not move: a parameter, or an input of the stage."""
+    `storage` is None if the store does not move its memory: that of a parameter, or of an input of the stage.
+    """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "_layout", "_was_changed", "storage", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # with its graph it would hold the very node that saves it
-        self.version = tensor._version
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether it was changed in place since it was saved."""
-        return self.tensor._version != self.version
-
-    def read(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was changed in place.
-        """
-        return check_unchanged(self.tensor, self.version, "forward")
-
-
-class ManagedTensor:
-    """What a node of autograd's graph keeps in place of a tensor: a view of a storage that may leave the device."""
-
-    __slots__ = ("__weakref__", "_was_changed", "dtype", "offset", "size", "storage", "stride", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, storage: SavedStorage) -> None:
+    def __init__(self, tensor: Tensor, storage: SavedStorage | None = None) -> None:
         self.storage = storage
-        # Shares the version but not the graph. Only handles own the memory, so it is freed with the last node.
+        # It shares the version but not the graph, which would hold the very node that saves it. Only these tensors
+        # own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
+        self._layout: tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None = None
         self._was_changed = False
 
     @property
@@ -60,14 +38,17 @@ class ManagedTensor:
 
     def drop_memory(self) -> None:
         """Drop the device memory, and remember whether the tensor was changed until now."""
-        self._was_changed = self.is_changed
-        self.tensor = None
+        if self.tensor is not None:
+            self._was_changed, tensor, self.tensor = self.is_changed, self.tensor, None
+            self._layout = (int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype)
 
     def rebuild(self, storage: UntypedStorage) -> None:
         """Make the tensor again over a storage with the same bytes."""
         if self.tensor is None:
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            made = empty.set_(storage, self.offset, self.size, self.stride).data  # of version 0
+            assert self._layout is not None
+            offset, size, stride, dtype = self._layout
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            made = empty.set_(storage, offset, size, stride).data  # of version 0
             # split layers record versions themselves, and expect the same again
             for _ in range(self.version):
                 torch.autograd.graph.increment_version(made)
@@ -82,8 +63,8 @@ class ManagedTensor:
         assert self.tensor is not None
         if self._was_changed:
             raise RuntimeError(
-                f"forward: a tensor of shape {tuple(self.size)} that backward needs was changed in place before its "
-                "memory was copied to the host"
+                f"forward: a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place "
+                "before its memory was copied to the host"
             )
         return check_unchanged(self.tensor, self.version, "forward")
 
@@ -91,16 +72,15 @@ class ManagedTensor:
 class SavedStorage:
     """A storage that a micro-batch has saved, in one version, with its one copy in host memory (`buffer`)."""
 
-    __slots__ = ("_tensors", "_weak", "buffer", "coming", "copied_version", "is_counted", "num_bytes", "number")
+    __slots__ = ("_tensors", "_weak", "buffer", "coming", "copied_version", "num_bytes", "number")
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number  # among the storages of the micro-batch
         self.num_bytes = num_bytes
         self.buffer: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
-        self.is_counted = False  # as held on the device
         self.copied_version: int | None = None
-        self._tensors: list[weakref.ref[ManagedTensor]] = []
+        self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still have the storage.
         self._weak: dict[int, StorageWeakRef] = {}
 
@@ -116,16 +96,16 @@ class SavedStorage:
             self._weak[address] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         return address
 
-    def manage(self, tensor: Tensor, is_on_device: bool) -> ManagedTensor:
-        """Return the managed form of a tensor in this storage, without memory unless `is_on_device`."""
-        made = ManagedTensor(tensor, self)
+    def save(self, tensor: Tensor, is_on_device: bool) -> SavedTensor:
+        """Return the saved form of a tensor in this storage, without memory unless `is_on_device`."""
+        made = SavedTensor(tensor, self)
         if not is_on_device:
             made.drop_memory()
         self._tensors.append(weakref.ref(made))
         return made
 
-    def tensors(self) -> Iterator[ManagedTensor]:
-        """Yield the managed tensors that are still in use."""
+    def tensors(self) -> Iterator[SavedTensor]:
+        """Yield the saved tensors that are still in use."""
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None:
@@ -136,38 +116,32 @@ class SavedStorage:
         alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._weak.values())
         return next((memory for memory in alive if memory is not None), None)
 
-    def has_changed_since_copy(self, tensor: Tensor) -> bool:
-        """Return whether a tensor in it has another version than the copy in host memory."""
-        return self.copied_version is not None and tensor._version != self.copied_version
-
     def record_copied_version(self) -> None:
         """Record which version is copied to host memory."""
-        versions = [managed.tensor._version for managed in self.tensors() if managed.tensor is not None]
-        self.copied_version = max(versions, default=_NO_VERSION)
+        versions = [saved.tensor._version for saved in self.tensors() if saved.tensor is not None]
+        self.copied_version = max(versions, default=-1)
 
     def drop_memory(self) -> None:
         """Drop the device memory of all its tensors."""
-        for managed in self.tensors():
-            managed.drop_memory()
+        for saved in self.tensors():
+            saved.drop_memory()
 
     def rebuild(self, memory: UntypedStorage) -> None:
         """Make all its tensors again over memory with the same bytes."""
-        for managed in self.tensors():
-            managed.rebuild(memory)
+        for saved in self.tensors():
+            saved.rebuild(memory)
 
 
 class SavedTensorTable:
-    """The saved storages of a micro-batch in one stage and direction, by the memory that they are in."""
+    """The saved storages of a micro-batch in one stage and direction, by the memory that they are in.
+
+    `segments` are those of the stage, of which those in `offloaded` have an OFFLOAD; `given` are the inputs of the
+    stage, which are counted elsewhere.
+    """
 
     def __init__(self, segments: Iterable[int], offloaded: Collection[int], given: Iterable[Tensor]) -> None:
-        """Begin empty.
-
-        Args:
-            segments: those of the stage.
-            offloaded: those of them that have an OFFLOAD.
-            given: inputs of the stage, which are counted elsewhere.
-        """
         self.residency = Residency(offloaded)
+        self.counted_bytes = 0  # of `residency.device_bytes`, in the rank's total
         self.open = set(segments)  # whose backward has not ended; `~segment` stands for weight gradients of one
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
@@ -203,7 +177,8 @@ class SavedTensorTable:
         """
         memory = tensor.untyped_storage()
         saved = self.find(memory)
-        is_new = saved is None or saved.has_changed_since_copy(tensor)  # a changed one needs a copy of its own
+        # one that has changed since its copy needs a copy of its own
+        is_new = saved is None or saved.copied_version not in (None, tensor._version)
         if saved is None or is_new:
             saved = self._storages[self._num_saved] = SavedStorage(self._num_saved, memory.nbytes())
             self._num_saved += 1
@@ -226,22 +201,15 @@ class SavedTensorTable:
         return self.select(self.residency.offload(segment, self._outputs.get(segment, set())))
 
     def end_backward(self, segment: int) -> list[SavedStorage]:
-        """Return and forget the storages that nothing needs after the backward of a segment."""
-        gone = [self._storages.pop(number) for number in self.residency.done(segment)]
-        for saved in gone:
+        """Forget what nothing needs after the backward of a segment; return the storages whose buffers are free.
+
+        Besides those forgotten they are the ones that only weight gradients will read, on the device.
+        """
+        free = [self._storages.pop(number) for number in self.residency.done(segment)]
+        for saved in free:
             for address in saved.addresses:
                 if self._by_address.get(address) is saved:
                     del self._by_address[address]
         self.open.discard(segment)
-        return gone
-
-    def unneeded_on_host(self) -> list[SavedStorage]:
-        """Return storages whose host copy is not read again: weight gradients read them on the device."""
-        left = [saved for saved in self.for_weights if saved.buffer is not None and saved.number in self._storages]
-        return [saved for saved in left if not self.residency.states[saved.number].on_host]
-
-
-def is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is a strided view of bytes on the device and nothing else."""
-    is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
-    return is_dense and tensor.device == device and tensor.untyped_storage().nbytes() > 0
+        kept = (saved for saved in self.for_weights if saved.number in self._storages)
+        return free + [saved for saved in kept if not self.residency.states[saved.number].on_host]

@@ -2,29 +2,120 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd import Function
 
-from gems.autograd.memory_counter import storage_addresses
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.engine.activation_store.copies import open_copier
-from gems.engine.activation_store.host_pool import HostPool, PageableMemory, PinnedMemory
-from gems.engine.activation_store.segment_input import SegmentInput
-from gems.engine.activation_store.store import ActivationStore, MicroBatchKey, SavedTensor
-from gems.engine.stage import Loss, Stage, StageKey, gradient_edges, run_backward
+from gems.autograd.storages import storage_addresses
+from gems.engine.activation_store.copies import CpuCopier, CudaCopier
+from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
+from gems.engine.activation_store.saved_tensor_table import SavedTensor
+from gems.engine.activation_store.store import ActivationStore, MicroBatchKey
+from gems.engine.stage import Loss, Stage, StageKey, Stash, gradient_edges, run_backward
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # with the strides
+
+
+def _gradient_layout(tensor: Tensor) -> Layout:
+    """Return the layout in which autograd keeps the gradient of a leaf."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    stride = tensor.stride() if is_dense else torch.empty(tensor.size(), device="meta").stride()
+    return tensor.size(), stride, tensor.dtype, tensor.device
+
+
+def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
+    """Return a gradient in a layout; zeros for None."""
+    size, stride, dtype, device = layout
+    if gradient is not None:
+        same = zip(gradient.size(), gradient.stride(), stride, strict=True)
+        if all(mine == its or count == 1 for count, mine, its in same):
+            return gradient
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+@dataclass(slots=True)
+class SegmentInput:
+    """The inputs of one forward, and the gradients that backward has computed for those that want one.
+
+    A graph holds a leaf that requires a gradient until backward, saved or not. So the graph begins at an anchor of one
+    element instead, and the inputs pass by it.
+    """
+
+    wanted: tuple[bool, ...]
+    layouts: tuple[Layout | None, ...]
+    _caught: list[Tensor | None] = field(default_factory=list)
+
+    @classmethod
+    def enter(cls, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[SegmentInput, tuple[Tensor, ...]]:
+        """Pass inputs into a new graph, those in `wanted` with a gradient.
+
+        Returns:
+            The segment's input, and the tensors for its layers: over the same memory, and no leaves.
+        """
+        layouts = tuple(_gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs)
+        made = cls(tuple(wanted), layouts)
+        values = [tensor.detach() for tensor in inputs]
+        indices = [index for index, is_wanted in enumerate(wanted) if is_wanted]
+        if indices:
+            passed = _pass(_anchor(inputs[0].device), made._caught, *(values[index] for index in indices))
+            for index, value in zip(indices, passed, strict=True):
+                values[index] = value
+        return made, tuple(values)
+
+    def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the floating-point inputs, and drop them.
+
+        Those of a stage's first segment are complete and have the layout of their inputs. In later segments an input
+        without a gradient gives None to the segment before it, as in an uncut graph.
+        """
+        caught = iter(self._caught or [None] * sum(self.wanted))
+        found: list[Tensor | None] = []
+        for is_wanted, layout in zip(self.wanted, self.layouts, strict=True):
+            gradient = next(caught) if is_wanted else None
+            if layout is not None and (is_wanted or not is_first):
+                found.append(_in_layout(gradient, layout) if is_first else gradient)
+        self._caught.clear()
+        return tuple(found)
+
+
+class _Pass(Function):
+    """Pass tensors through, and catch their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        # detached, each is a tensor of its own that the layers may change in place
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.caught[:] = gradients
+        return (None, None, *(None for _ in gradients))
+
+
+_pass: Callable[..., tuple[Tensor, ...]] = _Pass.apply
+
+
+@functools.cache
+def _anchor(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device, requires_grad=True)  # and gets no gradient
+
 
 SegmentKey = tuple[int, int, int | None]  # direction, stage, segment
 
@@ -38,23 +129,8 @@ class Segments:
     pool: HostPool
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """What is left of a forward with a graph, which holds no memory but the store's managed tensors."""
-
-    inputs: SegmentInput
-    edges: tuple[GradientEdge | None, ...]
-    deferred: DeferredGradients | None
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingRecompute:
-    """What is left of a forward that will be recomputed."""
-
-    inputs: tuple[SavedTensor, ...]
-    wanted: tuple[bool, ...]
-    context: RecomputeContext
-    is_split: bool
+# What is left of a forward that will be recomputed: inputs, which of them want a gradient, context, and `is_split`.
+PendingRecompute = tuple[tuple[SavedTensor, ...], tuple[bool, ...], RecomputeContext, bool]
 
 
 class StoredSegment(Stage):
@@ -75,26 +151,17 @@ class StoredSegment(Stage):
         poll: Callable[[], None],
         is_selective: bool = False,
     ) -> None:
-        """Take the layers `modules` of the stage `whole`.
+        """Take the layers `modules` of the stage `whole`, whose segments have numbers from 0.
 
-        Args:
-            whole: the stage.
-            modules: its layers that are in this segment.
-            stage_key: direction and stage.
-            number: of the segment in the stage, from 0.
-            is_last: whether it is the stage's last.
-            store: keeps what is saved.
-            poll: lets messages move.
-            is_selective: whether recomputation keeps outputs of matrix products.
+        If `is_selective`, recomputation keeps outputs of matrix products.
         """
         super().__init__(modules, whole.is_first and number == 0, poll)
         self._whole, self._stage_key, self._number, self._is_last = whole, stage_key, number, is_last
         self._store = store
         self._recomputation = Recomputation(modules, is_selective)
-        self._graphs: dict[int, _Graph] = {}
-        self._recomputes: dict[int, _PendingRecompute] = {}
+        self.stash_bytes = self.held_for_weights_bytes = 0  # the store counts them
+        self._recomputes: dict[int, PendingRecompute] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        self._anchor: Tensor | None = None
         self._changed_inputs: frozenset[int] | None = None  # those that the layers change in place; None until known
 
     def split_layers(self) -> SplitLayers:
@@ -106,9 +173,8 @@ class StoredSegment(Stage):
     ) -> tuple[Tensor, ...]:
         """Run the layers and keep in the store what autograd saves; see `Stage.forward`."""
         key = self._begin(micro_batch, inputs)
-        outputs = self._record(
-            micro_batch, inputs, self._wanted(inputs), is_split, lambda values: self._run(values, loss)
-        )
+        wanted = self._wanted(inputs)
+        outputs = self._record(micro_batch, inputs, wanted, is_split, lambda values: self._run(values, loss))
         return self._outputs(key, outputs, [tensor.requires_grad for tensor in outputs])
 
     def forward_for_recompute(
@@ -118,34 +184,39 @@ class StoredSegment(Stage):
         key = self._begin(micro_batch, inputs)
         wanted = self._wanted(inputs)
         saved = tuple(self._store.save(key, self._number, tensor) for tensor in inputs)
-        _, values = SegmentInput.enter(inputs, wanted, self._anchor_for(inputs))
+        _, values = SegmentInput.enter(inputs, wanted)
         with self._deferring_to(DeferredGradients() if is_split else None):
             outputs, context = self._recomputation.forward(values, lambda given: self._run_on_copies(given, loss))
-        self._store_matmuls(key, context)
-        self._recomputes[micro_batch] = _PendingRecompute(saved, wanted, context, is_split)
+        for entry in context.matmuls or ():  # saved in the store, so that they may be offloaded too
+            entry.outputs = tuple(
+                self._store.save(key, self._number, value) if isinstance(value, Tensor) else value
+                for value in entry.outputs
+            )
+        self._recomputes[micro_batch] = saved, wanted, context, is_split
         has_graph = any(wanted) or any(parameter.requires_grad for parameter in self.modules.parameters())
         return self._outputs(key, outputs, [has_graph and tensor.is_floating_point() for tensor in outputs])
 
     def recompute(self, micro_batch: int, loss: Loss | None = None) -> None:
         """Run the layers again, now keeping in the store what backward needs.
 
-        Args:
-            micro_batch: as given to `forward_for_recompute`.
-            loss: on the last stage, what makes a scalar of its one output.
-
         Raises:
             RuntimeError: an input was changed in place meanwhile.
         """
-        pending = self._recomputes.pop(micro_batch)
-        inputs = [self._store.load(saved) for saved in pending.inputs]
-        self._load_matmuls(pending.context)
+        saved, wanted, context, is_split = self._recomputes.pop(micro_batch)
+        inputs = [self._store.load(tensor) for tensor in saved]
+        for entry in context.matmuls or ():
+            if any(isinstance(value, SavedTensor) and value.is_changed for value in entry.outputs):
+                entry.outputs = ()  # what a later layer has changed is recomputed
+            entry.outputs = tuple(
+                self._store.load(value) if isinstance(value, SavedTensor) else value for value in entry.outputs
+            )
 
         def run(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return self._run(self._copy_changed(given), loss)
 
         self._record(
-            micro_batch, inputs, pending.wanted, pending.is_split,
-            lambda values: self._recomputation.recompute(values, pending.context, run),
+            micro_batch, inputs, wanted, is_split,
+            lambda values: self._recomputation.recompute(values, context, run),
         )  # fmt: skip
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -155,23 +226,20 @@ class StoredSegment(Stage):
             The gradients of the floating-point inputs (None inside of a stage for one without), and on the first
             segment the stage's inputs, which nothing reads any more.
         """
-        found = self._backward_graph(self._graphs.pop(micro_batch), gradients)
+        found = super().backward(micro_batch, gradients)
         self._store.end_backward(self._key(micro_batch), self._number)
-        return found, self._inputs.pop(micro_batch, ())
+        return found
 
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Compute the input gradients, and keep what the weight gradients need, on the device."""
-        graph = self._graphs.pop(micro_batch)
-        assert graph.deferred is not None
-        with self._deferring_to(graph.deferred):
-            found = self._backward_graph(graph, gradients)
-        self._deferred[micro_batch] = graph.deferred
+        found = super().backward_input(micro_batch, gradients)
         received = storage_addresses(gradients) if self._is_last else set()
-        needed = [t for t in graph.deferred.tensors() if t.untyped_storage().data_ptr() not in received]
+        kept = self._deferred[micro_batch].tensors()
+        needed = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in received]
         self._store.end_backward(self._key(micro_batch), self._number, needed)
-        return found, self._inputs.pop(micro_batch, ())
+        return found
 
     def backward_weight(self, micro_batch: int) -> None:
         """Add the weight gradients that `backward_input` deferred, and free what it kept."""
@@ -181,14 +249,13 @@ class StoredSegment(Stage):
     def reset(self) -> None:
         """Drop all micro-batches in flight; the store is reset by its owner."""
         super().reset()
-        self._graphs.clear()
         self._recomputes.clear()
         self._inputs.clear()
 
     @property
     def num_in_flight(self) -> int:
         """Micro-batches whose backward, or the rest of it, is still to come."""
-        return len(self._graphs) + len(self._recomputes) + len(self._deferred)
+        return super().num_in_flight + len(self._recomputes)
 
     def _key(self, micro_batch: int) -> MicroBatchKey:
         return (*self._stage_key, micro_batch)
@@ -205,11 +272,6 @@ class StoredSegment(Stage):
             return tuple(tensor.requires_grad for tensor in inputs)
         return tuple(tensor.is_floating_point() and not self.is_first for tensor in inputs)
 
-    def _anchor_for(self, inputs: Sequence[Tensor]) -> Tensor:
-        if self._anchor is None:
-            self._anchor = torch.zeros(1, device=inputs[0].device, requires_grad=True)
-        return self._anchor
-
     def _record(
         self,
         micro_batch: int,
@@ -220,10 +282,10 @@ class StoredSegment(Stage):
     ) -> tuple[Tensor, ...]:
         """Run the layers with a graph and keep its edges."""
         deferred = DeferredGradients() if is_split else None
-        segment_input, values = SegmentInput.enter(inputs, wanted, self._anchor_for(inputs))
+        segment_input, values = SegmentInput.enter(inputs, wanted)
         with self._deferring_to(deferred), self._store.saved_tensor_hooks(self._key(micro_batch), self._number):
             outputs = run(values)
-        self._graphs[micro_batch] = _Graph(segment_input, gradient_edges(outputs), deferred)
+        self._stash[micro_batch] = Stash(segment_input, gradient_edges(outputs), deferred)
         return outputs
 
     def _outputs(self, key: MicroBatchKey, outputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -233,10 +295,12 @@ class StoredSegment(Stage):
             return made
         return tuple(tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, wanted, strict=True))
 
-    def _backward_graph(self, graph: _Graph, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        run_backward(graph.edges, gradients)
+    def _backward(
+        self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        run_backward(stash.edges, gradients)
         # inside of a stage some may be None, which the segment before expects
-        return cast("tuple[Tensor, ...]", graph.inputs.gradients(is_first=self._number == 0))
+        return stash.inputs.gradients(is_first=self._number == 0), self._inputs.pop(micro_batch, ())
 
     def _run_on_copies(self, given: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
         """Run the layers on copies of the inputs that they change in place; the first call finds out which."""
@@ -245,39 +309,17 @@ class StoredSegment(Stage):
         copies = tuple(tensor.clone() for tensor in given)
         versions = [tensor._version for tensor in copies]
         outputs = self._run(copies, loss)
-        changed = {
-            index
-            for index, (tensor, version) in enumerate(zip(copies, versions, strict=True))
-            if tensor._version != version
-        }
-        self._changed_inputs = frozenset(changed)
+        self._changed_inputs = frozenset(i for i, copy in enumerate(copies) if copy._version != versions[i])
         originals = {
-            copy.untyped_storage()._cdata: tensor
-            for index, (copy, tensor) in enumerate(zip(copies, given, strict=True))
-            if index not in changed and copy.stride() == tensor.stride()
+            copy.untyped_storage()._cdata: given[i]
+            for i, copy in enumerate(copies)
+            if i not in self._changed_inputs and copy.stride() == given[i].stride()
         }
         return tuple(_view_of_original(originals.get(tensor.untyped_storage()._cdata), tensor) for tensor in outputs)
 
     def _copy_changed(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         changed = self._changed_inputs or frozenset()
         return tuple(tensor.clone() if index in changed else tensor for index, tensor in enumerate(given))
-
-    def _store_matmuls(self, key: MicroBatchKey, context: RecomputeContext) -> None:
-        """Save outputs of matrix products in the store, so that they may be offloaded too."""
-        for entry in () if context.matmuls is None else context.matmuls.entries:
-            entry.outputs = tuple(
-                self._store.save(key, self._number, value) if isinstance(value, Tensor) else value
-                for value in entry.outputs
-            )
-
-    def _load_matmuls(self, context: RecomputeContext) -> None:
-        for entry in () if context.matmuls is None else context.matmuls.entries:
-            # what a later layer has changed is recomputed
-            is_valid = not any(isinstance(value, SavedTensor) and value.is_changed for value in entry.outputs)
-            entry.outputs = tuple(
-                self._store.load(value) if isinstance(value, SavedTensor) else value
-                for value in (entry.outputs if is_valid else ())
-            )
 
 
 def _view_of_original(original: Tensor | None, tensor: Tensor) -> Tensor:
@@ -305,31 +347,19 @@ def open_segments(
     min_offload_bytes: int = 0,
     host_limit_bytes: int | None = None,
 ) -> Segments:
-    """Split the stages of a rank into the segments of its schedule.
+    """Split the stages of a rank into the segments of its schedule, or of one each without a memory plan.
 
-    Args:
-        schedule: lowered.
-        rank: in the pipeline.
-        stages: those on the rank.
-        plan: the memory plan that the schedule was made with; None if stages run whole.
-        recorder: gets bytes and spans.
-        device: the rank's.
-        poll: lets messages move.
-        min_offload_bytes: smaller storages stay on the device, if there is no plan.
-        host_limit_bytes: the most host memory of the rank; None for no limit.
+    Storages smaller than `min_offload_bytes` stay on the device, unless the plan has another limit.
 
     Raises:
         ConfigError: the schedule is not that of the plan.
     """
-    where = f"rank {rank}"
-    pool = HostPool(PinnedMemory(where) if device.type == "cuda" else PageableMemory(), where, host_limit_bytes)
-    tensors = chain.from_iterable(
-        chain(stage.modules.parameters(), stage.modules.buffers()) for stage in stages.values()
-    )
-    store = ActivationStore(
-        schedule, open_copier(device), pool, recorder, device, tensors,
-        min_offload_bytes if plan is None else plan.least_bytes,
-    )  # fmt: skip
+    where, is_gpu = f"rank {rank}", device.type == "cuda"
+    pool = HostPool(PinnedMemory(where) if is_gpu else None, where, host_limit_bytes)
+    copier = CudaCopier(device) if is_gpu else CpuCopier()
+    tensors = (t for stage in stages.values() for t in chain(stage.modules.parameters(), stage.modules.buffers()))
+    min_bytes = min_offload_bytes if plan is None else plan.least_bytes
+    store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes)
     by_key: dict[SegmentKey, StoredSegment] = {}
     for (direction, number), stage in stages.items():
         names = schedule.segments_of(number)

@@ -10,22 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gems.autograd.memory_counter import MemoryCategory, storage_addresses
+from gems.autograd.storages import storage_addresses
 from gems.engine.activation_store.copies import Copier, Copy
 from gems.engine.activation_store.host_pool import HostPool
-from gems.engine.activation_store.saved_tensor_table import (
-    ManagedTensor,
-    SavedStorage,
-    SavedTensorTable,
-    UnmanagedTensor,
-    is_plain,
-)
-from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, Recorder
+from gems.engine.activation_store.saved_tensor_table import SavedStorage, SavedTensor, SavedTensorTable
+from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 
 MicroBatchKey = tuple[int, int, int]  # direction, stage, micro-batch
-SavedTensor = ManagedTensor | UnmanagedTensor
 
 
 @dataclass(slots=True)
@@ -60,24 +53,17 @@ class ActivationStore:
     ) -> None:
         """Begin empty.
 
-        Args:
-            schedule: lowered; says what is offloaded.
-            copier: moves memory.
-            pool: lends host memory.
-            recorder: gets bytes and the spans of copies.
-            device: tensors elsewhere are not moved.
-            parameters: of all stages on the rank, and their buffers.
-            min_offload_bytes: smaller storages stay on the device.
+        Tensors that are not on `device`, `parameters` (of all stages on the rank, and their buffers) and storages
+        smaller than `min_offload_bytes` are not moved.
         """
-        self.activations = MemoryCategory(recorder.count_bytes)
-        self.on_host = MemoryCategory(recorder.count_host_bytes)
+        self.activations = MemoryCounter(recorder.count_bytes)
+        self.on_host = MemoryCounter(recorder.count_host_bytes)
         self.counters = Counters()
         self._schedule = schedule
         self._copier, self._pool, self._recorder, self._device = copier, pool, recorder, device
         self._parameters = storage_addresses(parameters)
         self._min_offload_bytes = min_offload_bytes
         self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
-        self._held_bytes = 0
         self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
     @property
@@ -109,7 +95,7 @@ class ActivationStore:
         Raises:
             RuntimeError: it was changed in place meanwhile.
         """
-        if isinstance(saved, UnmanagedTensor):
+        if saved.storage is None:
             return saved.read()
         with self._lock:
             if saved.tensor is None:
@@ -125,14 +111,12 @@ class ActivationStore:
         """Return whether a tensor's memory is counted: as saved here, or as an input of the stage."""
         table, memory = self._tables.get(key), tensor.untyped_storage()
         saved = None if table is None else table.find(memory)
-        return (saved is not None and saved.is_counted) or (table is not None and table.is_given(memory))
+        return table is not None and (
+            (saved is not None and table.residency.is_on_device(saved.number)) or table.is_given(memory)
+        )
 
     def offload(self, action: Action) -> None:
-        """Post the copy to host memory of what a segment saved.
-
-        Raises:
-            DoesNotFitError: host memory has no room for it.
-        """
+        """Post the copy to host memory of what a segment saved."""
         with self._lock:
             table, segment = self._table(action)
             pairs = []
@@ -145,13 +129,14 @@ class ActivationStore:
                     pairs.append((memory, saved.buffer))
             copy = table.leaving[segment] = self._copier.copy_out(pairs)
             self.counters.offloaded_bytes += copy.num_bytes
-            self._recorder.stamped(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
+            self._recorder.span(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
 
     def free(self, action: Action) -> None:
         """Make compute wait for the copy of a segment to host memory, and free its device memory."""
         with self._lock:
-            self._free(*self._table(action))
-            self._update_counter()
+            table, segment = self._table(action)
+            self._free(table, segment)
+            self._update_counter(table)
 
     def prefetch(self, action: Action) -> None:
         """Allocate what the backward of a segment reads and is not on the device, and post its copy back."""
@@ -159,8 +144,8 @@ class ActivationStore:
             table, segment = self._table(action)
             self._free(table, segment)
             copy = table.coming[segment] = self._copy_in(table, table.select(table.residency.prefetch(segment)))
-            self._update_counter()
-            self._recorder.stamped(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
+            self._update_counter(table)
+            self._recorder.span(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
 
     def await_copy(self, action: Action) -> None:
         """Make compute wait for the copy of a segment back to the device."""
@@ -177,7 +162,7 @@ class ActivationStore:
                     where = (stage, micro_batch, direction, None if is_whole else segment)
                     if not self._schedule.has(Kind.FREE, *where) and self._copier.is_done(copy):
                         self._free(table, segment)
-            self._update_counter()
+                self._update_counter(table)
 
     def end_backward(self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()) -> None:
         """End the backward of a segment, whose weight gradients will still read `for_weights`."""
@@ -188,14 +173,12 @@ class ActivationStore:
                     table.for_weights.add(self._add(table, ~segment, tensor))
                     table.open.add(~segment)
             self._end(key, segment)
-            self._update_counter()
 
     def end_weight_gradients(self, key: MicroBatchKey, segment: int) -> None:
         """End the weight gradients of a segment."""
         with self._lock:
             if key in self._tables and ~segment in self._tables[key].open:
                 self._end(key, ~segment)
-                self._update_counter()
 
     def reset(self) -> None:
         """Drop all that is kept, after a failed step; host memory goes back to the pool."""
@@ -203,46 +186,43 @@ class ActivationStore:
             self._copier.synchronize()
             for table in self._tables.values():
                 for saved in table.storages:
-                    self._drop(saved)
+                    self._release_buffer(saved)
                     saved.drop_memory()
             self._tables.clear()
-            self._update_counter()
+            self.activations.set_bytes(0)
 
     def _table(self, action: Action) -> tuple[SavedTensorTable, int]:
         assert action.micro_batch is not None
         return self._tables[action.direction, action.stage, action.micro_batch], action.segment or 0
 
     def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
-        if not is_plain(tensor, self._device):
+        """Return whether a tensor is a strided view of memory on the device that is no parameter or stage input."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         memory = tensor.untyped_storage()
-        return memory.data_ptr() not in self._parameters and not table.is_given(memory)
+        return memory.nbytes() > 0 and memory.data_ptr() not in self._parameters and not table.is_given(memory)
 
     def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
         with self._lock:
             if not self._is_managed(table, tensor):
-                return UnmanagedTensor(tensor)
+                return SavedTensor(tensor)
             saved = self._add(table, segment, tensor)
-            self._update_counter()
-            return saved.manage(tensor, saved.is_counted)
+            self._update_counter(table)
+            return saved.save(tensor, table.residency.is_on_device(saved.number))
 
     def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
         saved, is_new, is_held = table.save(tensor, segment, self._min_offload_bytes)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes
         if is_held:
-            self._set_counted(saved, True)
             saved.rebuild(tensor.untyped_storage())
         return saved
 
-    def _set_counted(self, saved: SavedStorage, is_counted: bool) -> None:
-        if saved.is_counted != is_counted:
-            saved.is_counted = is_counted
-            self._held_bytes += saved.num_bytes if is_counted else -saved.num_bytes
-
-    def _update_counter(self) -> None:
+    def _update_counter(self, table: SavedTensorTable) -> None:
         # once at the end of each method: what changes inside of one is no peak
-        self.activations.set_bytes(self._held_bytes)
+        before, table.counted_bytes = table.counted_bytes, table.residency.device_bytes
+        if table.counted_bytes != before:
+            self.activations.count_bytes(table.counted_bytes - before)
 
     def _free(self, table: SavedTensorTable, segment: int) -> None:
         copy = table.leaving.pop(segment, None)
@@ -250,19 +230,15 @@ class ActivationStore:
             self._copier.wait(copy)
             for saved in table.select(table.residency.free(segment)):
                 saved.drop_memory()
-                self._set_counted(saved, False)
 
     def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
         """Post the copy of storages to new device memory, and make their tensors over it."""
-        pairs = [(saved.buffer, saved.num_bytes) for saved in storages if saved.buffer is not None]
-        copy, made = self._copier.copy_in(pairs)
-        memories = iter(made)
-        for saved in storages:
-            self._set_counted(saved, True)
-            if saved.buffer is not None:
-                saved.coming, memory = copy, next(memories)
-                saved.rebuild(memory)
-                table.add_memory(saved, memory)
+        moved = [(saved, saved.buffer) for saved in storages if saved.buffer is not None]
+        copy, made = self._copier.copy_in([(buffer, saved.num_bytes) for saved, buffer in moved])
+        for (saved, _), memory in zip(moved, made, strict=True):
+            saved.coming = copy
+            saved.rebuild(memory)
+            table.add_memory(saved, memory)
         self.counters.prefetched_bytes += copy.num_bytes
         return copy
 
@@ -273,7 +249,7 @@ class ActivationStore:
             raise RuntimeError("a backward reads what was saved in a step that has ended")
         table.residency.fetch(saved.number)
         self._copy_in(table, [saved])
-        self._update_counter()
+        self._update_counter(table)
         self.counters.num_misses += 1
 
     def _wait_for_copy_in(self, saved: SavedStorage) -> None:
@@ -284,21 +260,14 @@ class ActivationStore:
         table = self._tables[key]
         self._free(table, segment)
         for saved in table.end_backward(segment):
-            self._drop(saved)
-        if table.for_weights:
-            for saved in table.unneeded_on_host():
-                self._release_buffer(saved)
+            self._release_buffer(saved)
+        self._update_counter(table)
         if not table.open:
             del self._tables[key]
 
-    def _drop(self, saved: SavedStorage) -> None:
-        """Count a storage as freed; its device memory goes with its last tensor."""
-        self._set_counted(saved, False)
-        self._release_buffer(saved)
-
     def _release_buffer(self, saved: SavedStorage) -> None:
-        self._wait_for_copy_in(saved)
         if saved.buffer is not None:
+            self._wait_for_copy_in(saved)
             self._pool.release(saved.buffer)
             self.on_host.count_bytes(-saved.num_bytes)
             saved.buffer = None

@@ -1,26 +1,111 @@
-"""The manifest, which makes the shards of all ranks one checkpoint, and the folders of checkpoints."""
+"""The files of checkpoints: shards, the manifest that makes those of all ranks one checkpoint, and their folders.
+
+A shard has one rank's tensors, in a safetensors file that is written with its checksum in one pass. The format
+(github.com/huggingface/safetensors) is a header with the byte range of each tensor, then their bytes. So a rank of
+another partition reads only the layers that it has, nothing is unpickled, and no process group is needed as for
+torch.distributed.checkpoint. The library reads the files; they are written here, by a thread that so holds neither a
+second copy nor the interpreter.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.engine.checkpoint.shard import ShardFile
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import atomic_write, sync_to_disk
 
+CHUNK_BYTES = 1 << 24
+ALIGN_BYTES = 8
 SCHEMA = "gems.checkpoint/1"
 MANIFEST_JSON = "manifest.json"
 DAMAGED = ".damaged"
 PREFIX = "step"
 IRRELEVANT_KEYS = ("path", "prefetch_steps")  # of a model and its data: they change neither
+
+
+class HostTensor(NamedTuple):
+    """A tensor on the host: its type as in safetensors (F32, BF16, I64, ...), its shape, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file as it was written. CRC-32 takes 3.1 GB/s on a core (measured), BLAKE2b 0.5."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+
+def shard_name(rank: int) -> str:
+    """Return the file name of a rank."""
+    return f"rank{rank:04d}.safetensors"
+
+
+def write_shard(path: Path, host_tensors: Mapping[str, HostTensor]) -> ShardFile:
+    """Write and sync a file that appears complete or not at all, and return its size and checksum.
+
+    Raises:
+        OSError: it cannot be written; no part of it is left.
+    """
+    # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to its type
+    ordered = sorted(host_tensors.items(), key=lambda item: (-_width(item[1]), item[0]))
+    crc32 = num_bytes = 0
+    with atomic_write(path, sync=True) as partial, partial.open("wb") as file:
+        for data in (_header(ordered), *(tensor.data for _, tensor in ordered)):
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                crc32 = zlib.crc32(chunk, crc32)
+                file.write(chunk)
+            num_bytes += len(data)
+    return ShardFile(path.name, num_bytes, crc32)
+
+
+def find_damage(folder: Path, written: ShardFile) -> str | None:
+    """Return what is wrong with a file; None if it is as it was written."""
+    path = folder / written.name
+    try:
+        size = path.stat().st_size
+        if size != written.num_bytes:
+            return f"{written.name} has {size} bytes instead of {written.num_bytes}"
+        crc32 = 0
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                crc32 = zlib.crc32(chunk, crc32)
+    except OSError as error:
+        return f"{written.name} cannot be read ({error.strerror})"
+    return None if crc32 == written.crc32 else f"{written.name} has another checksum than it was written with"
+
+
+def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in ordered:
+        end = at + len(tensor.data)
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGN_BYTES)
+    return memoryview(struct.pack("<Q", len(text)) + text)
+
+
+def _width(tensor: HostTensor) -> int:
+    """Return the bytes of one element."""
+    bits = tensor.dtype.lstrip("BFIUC").split("_")[0]
+    return int(bits) // 8 if bits.isdecimal() else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +124,6 @@ class Manifest:
     layout: Mapping[str, Any]
     owners: Mapping[str, int]
     files: tuple[ShardFile, ...] = field(default=())
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files in bytes."""
-        return sum(written.num_bytes for written in self.files)
 
     def write(self, folder: Path) -> None:
         """Write and sync the manifest, which makes the files beside it a checkpoint.
@@ -80,14 +160,13 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
     Seed and global batch are part of it, since with the step they determine the order of samples. Steps, learning rate
     and other numbers of the optimizer may differ, and so may partitions, replicas, schedule and memory policy.
     """
-    whole = spec.to_dict()
-    common = {
+    whole: dict[str, Any] = json.loads(json.dumps(spec.to_dict()))  # plain values
+    identity: dict[str, Any] = {
         section: {key: value for key, value in whole[section].items() if key not in IRRELEVANT_KEYS}
         for section in ("model", "data")
     }
-    common["train"] = {"optimizer": spec.train.optimizer, "dtype": spec.train.dtype}
-    plain: dict[str, Any] = json.loads(json.dumps({**common, "seed": spec.seed, "global batch": global_batch(spec)}))
-    return plain
+    identity["train"] = {"optimizer": spec.train.optimizer, "dtype": spec.train.dtype}
+    return identity | {"seed": spec.seed, "global batch": global_batch(spec)}
 
 
 def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> dict[str, Any]:
@@ -118,7 +197,7 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """Return the folders in `checkpoints` that have a manifest, the newest step first."""
-    return [folder for step, folder in _by_step(checkpoints) if (folder / MANIFEST_JSON).exists()]
+    return [folder for folder in _newest_first(checkpoints) if (folder / MANIFEST_JSON).exists()]
 
 
 def prune(checkpoints: Path, keep: int) -> None:
@@ -126,19 +205,15 @@ def prune(checkpoints: Path, keep: int) -> None:
 
     The manifest is removed first, so that an incomplete folder is never taken for a checkpoint.
     """
-    found = _by_step(checkpoints)
-    whole = [entry for entry in found if (entry[1] / MANIFEST_JSON).exists()]
-    for step, folder in found:  # newer ones without a manifest are being written
-        if whole and step < whole[0][0] and (step, folder) not in whole[:keep]:
+    found = _newest_first(checkpoints)
+    whole = checkpoint_folders(checkpoints)
+    for folder in found[found.index(whole[0]) :] if whole else ():  # newer ones are being written
+        if folder not in whole[:keep]:
             with contextlib.suppress(OSError):
                 (folder / MANIFEST_JSON).unlink(missing_ok=True)
                 shutil.rmtree(folder)
 
 
-def _by_step(checkpoints: Path) -> list[tuple[int, Path]]:
-    found = []
-    for folder in checkpoints.glob(f"{PREFIX}*"):
-        digits = folder.name.removeprefix(PREFIX)
-        if digits.isdecimal():
-            found.append((int(digits), folder))
-    return sorted(found, reverse=True)
+def _newest_first(checkpoints: Path) -> list[Path]:
+    by_step = {folder.name.removeprefix(PREFIX): folder for folder in checkpoints.glob(f"{PREFIX}*")}
+    return [by_step[step] for step in sorted(filter(str.isdecimal, by_step), key=int, reverse=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from gems.engine.checkpoint.manifest import (
     Manifest,
     checkpoint_folders,
     difference,
+    find_damage,
     rank_layout,
     run_identity,
 )
-from gems.engine.checkpoint.shard import find_damage
 from gems.engine.transport.mpi import Comm
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
@@ -27,26 +27,24 @@ from gems.schedule.schedule import Schedule
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A complete checkpoint and its folder; `is_own` if the run itself has saved it."""
-
-    manifest: Manifest
-    folder: Path
-    is_own: bool
+Checkpoint = tuple[Path, Manifest]  # a complete one
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where an attempt begins: its number, and the checkpoint that it continues from, if any."""
+    """Where an attempt begins: its number, and the checkpoint that it continues from, if any.
+
+    `is_own` if the run itself has saved the checkpoint.
+    """
 
     attempt: int
-    checkpoint: FoundCheckpoint | None = None
+    checkpoint: Checkpoint | None = None
+    is_own: bool = False
 
     @property
     def step(self) -> int:
         """The first step to run."""
-        return 0 if self.checkpoint is None else self.checkpoint.manifest.step
+        return 0 if self.checkpoint is None else self.checkpoint[1].step
 
     def attributes(self) -> dict[str, int | str]:
         """Return the attributes of the attempt for a trace part, with its clock beside the time of day.
@@ -54,9 +52,8 @@ class StartPoint:
         `continues` is 1 if the attempt continues from an earlier one of the same run.
         """
         return {
-            "attempt": self.attempt, "first_step": self.step,
-            "continues": int(self.checkpoint is not None and self.checkpoint.is_own),
-            "resumed_from": "" if self.checkpoint is None else str(self.checkpoint.folder),
+            "attempt": self.attempt, "first_step": self.step, "continues": int(self.is_own),
+            "resumed_from": "" if self.checkpoint is None else str(self.checkpoint[0]),
             "utc_ns": time.time_ns(), "utc_at_ns": time.perf_counter_ns(),
         }  # fmt: skip
 
@@ -64,28 +61,13 @@ class StartPoint:
         self, spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], owners: Mapping[str, int]
     ) -> Manifest:
         """Return the manifest of the state in which this attempt begins; later ones are made from it."""
-        samples = 0 if self.checkpoint is None else self.checkpoint.manifest.samples
+        samples = 0 if self.checkpoint is None else self.checkpoint[1].samples
         layout = rank_layout(spec, schedule, boundaries)
         return Manifest(self.step, self.attempt, samples, "", run_identity(spec), layout, owners)
 
 
 def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
-    """Find where this attempt begins; collective.
-
-    Raises:
-        ConfigError: as `find_checkpoint`.
-    """
-    attempt = comm.bcast(folder.attempt)
-    found = find_checkpoint(spec, folder, comm)
-    if found is not None and comm.rank == 0:
-        manifest = found.manifest
-        size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
-        _log.info("continues before step %d from %s (%s)", manifest.step, found.folder, size)
-    return StartPoint(attempt, found)
-
-
-def find_checkpoint(spec: RunSpec, folder: RunFolder, comm: Comm) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint that the run can continue from, None for none; collective.
+    """Find where this attempt begins: at the newest complete checkpoint that the run can continue from; collective.
 
     The run's own come before those of the folder `train.resume`. All ranks share the reading of the files. After a
     damaged checkpoint the one before it is tried.
@@ -93,42 +75,48 @@ def find_checkpoint(spec: RunSpec, folder: RunFolder, comm: Comm) -> FoundCheckp
     Raises:
         ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch.
     """
-    resume = spec.train.resume
+    attempt, resume, is_own = comm.bcast(folder.attempt), spec.train.resume, True
     if resume == RESUME_NEVER:
-        if comm.rank == 0:
-            _archive_old(folder)
-        return None
-    own = _first_complete(folder.checkpoints, comm, is_own=True)
-    if own is not None or resume == RESUME_AUTO:
-        return _check_fits(own, spec)
-    other = _first_complete(Path(resume), comm, is_own=False)
-    if other is None:
-        raise ConfigError(
-            "train.resume", resume, f"has no complete checkpoint ({MANIFEST_JSON})",
-            "give the folder of a run that saved its state, or of one checkpoint",
-        )  # fmt: skip
-    return _check_fits(other, spec)
-
-
-def _check_fits(found: FoundCheckpoint | None, spec: RunSpec) -> FoundCheckpoint | None:
+        if comm.rank == 0 and folder.checkpoints.is_dir():  # those of earlier attempts go with the last of them
+            target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}" / folder.checkpoints.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                folder.checkpoints.rename(target)
+        return StartPoint(attempt)
+    found = _first_complete(folder.checkpoints, comm, is_own)
+    if found is None and resume != RESUME_AUTO:
+        is_own, found = False, _first_complete(Path(resume), comm, is_own=False)
+        if found is None:
+            raise ConfigError(
+                "train.resume", resume, f"has no complete checkpoint ({MANIFEST_JSON})",
+                "give the folder of a run that saved its state, or of one checkpoint",
+            )  # fmt: skip
     if found is None:
-        return None
-    other = difference(found.manifest.identity, run_identity(spec))
+        return StartPoint(attempt)
+    path, manifest = found
+    other = difference(manifest.identity, run_identity(spec))
     if other is not None:
         key, theirs, mine = other
         raise ConfigError(
-            "train.resume", found.folder, f"was saved with another {key}: {theirs}, and here it is {mine}",
+            "train.resume", path, f"was saved with another {key}: {theirs}, and here it is {mine}",
             "use the same, or start from its weights alone with train.initial_checkpoint",
         )  # fmt: skip
-    done = found.manifest.step
-    if done > spec.train.steps or (done == spec.train.steps and not found.is_own):
-        raise ConfigError("train.steps", spec.train.steps, f"{found.folder} has {done} steps done", "give more steps")
-    return found
+    if manifest.step > spec.train.steps or (manifest.step == spec.train.steps and not is_own):
+        raise ConfigError("train.steps", spec.train.steps, f"{path} has {manifest.step} steps done", "give more steps")
+    if comm.rank == 0:
+        size = f"{len(manifest.files)} files, {sum(file.num_bytes for file in manifest.files) / 1e6:.1f} MB"
+        _log.info("continues before step %d from %s (%s)", manifest.step, path, size)
+    return StartPoint(attempt, found, is_own)
 
 
-def _first_complete(folder: Path, comm: Comm, is_own: bool) -> FoundCheckpoint | None:
+def _first_complete(folder: Path, comm: Comm, is_own: bool) -> Checkpoint | None:
     """Read and check checkpoints, the newest first, until one is complete; all ranks use what rank 0 sees."""
-    candidates = comm.bcast(list(_candidates(folder)) if comm.rank == 0 else None)
+    candidates: list[Path] = []
+    if comm.rank == 0:  # the folder itself, or those in this run folder or folder of checkpoints
+        inner = RunFolder(folder).checkpoints
+        is_checkpoint = (folder / MANIFEST_JSON).exists()
+        candidates = [folder] if is_checkpoint else checkpoint_folders(inner if inner.is_dir() else folder)
+    candidates = comm.bcast(candidates)
     for candidate in candidates:
         manifest, damage = comm.bcast(_read(candidate) if comm.rank == 0 else None)
         if manifest is not None:
@@ -136,7 +124,7 @@ def _first_complete(folder: Path, comm: Comm, is_own: bool) -> FoundCheckpoint |
             damages = comm.allgather(next((d for w in mine if (d := find_damage(candidate, w)) is not None), None))
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:
-                return FoundCheckpoint(manifest, candidate, is_own)
+                return candidate, manifest
         if comm.rank == 0:
             aside = candidate.with_name(candidate.name + DAMAGED)
             is_last = candidate == candidates[-1]
@@ -147,26 +135,8 @@ def _first_complete(folder: Path, comm: Comm, is_own: bool) -> FoundCheckpoint |
     return None
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield the folder itself if it is a checkpoint, otherwise those in this run folder or folder of checkpoints."""
-    if (folder / MANIFEST_JSON).exists():
-        yield folder
-        return
-    inner = RunFolder(folder).checkpoints
-    yield from checkpoint_folders(inner if inner.is_dir() else folder)
-
-
 def _read(folder: Path) -> tuple[Manifest | None, str | None]:
     try:
         return Manifest.read(folder), None
     except (OSError, ValueError) as error:
         return None, f"{MANIFEST_JSON} cannot be read ({error})"
-
-
-def _archive_old(folder: RunFolder) -> None:
-    """Move the checkpoints of earlier attempts to the folder of the last of them."""
-    if folder.checkpoints.is_dir():
-        target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}"
-        target.mkdir(parents=True, exist_ok=True)
-        if not (target / folder.checkpoints.name).exists():
-            folder.checkpoints.rename(target / folder.checkpoints.name)

@@ -6,15 +6,23 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from gems.config.schema import TrainConfig
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, prune
-from gems.engine.checkpoint.shard import HostTensor, ShardFile, shard_name, write_shard
+from gems.engine.checkpoint.manifest import (
+    HostTensor,
+    Manifest,
+    ShardFile,
+    checkpoint_folder,
+    prune,
+    shard_name,
+    write_shard,
+)
+from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Request, Transport
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
@@ -26,13 +34,6 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class StopSource(Protocol):
-    """What may ask the run to end early."""
-
-    def reason(self) -> str | None:
-        """Return why the run should save and stop after a step; None if it should not."""
-
-
 class StateSource(Protocol):
     """Copies the state of a rank for its shard."""
 
@@ -41,12 +42,6 @@ class StateSource(Protocol):
 
     def host_tensors(self) -> Mapping[str, HostTensor]:
         """Return what was copied last; called by the thread that writes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    step: int
-    shard: Future[ShardFile | None]
 
 
 class Saver:
@@ -65,7 +60,7 @@ class Saver:
         manifest: Manifest,
         heartbeat: Heartbeat,
         source: StateSource | None = None,
-        stop: StopSource | None = None,
+        stop: StopListener | None = None,
     ) -> None:
         """Begin after the state of `manifest`, from which those of checkpoints are made.
 
@@ -77,7 +72,7 @@ class Saver:
         self._last_saved_step: int | None = manifest.step or None
         self._is_periodic = train.checkpoint_steps is not None or train.checkpoint_s is not None
         self._is_owed = False
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, Future[ShardFile | None]] | None = None  # the step, and its shard
         self._saved_s = time.monotonic()
         self._mine, self._all = np.zeros(3), np.zeros(3)
         self._request: Request | None = None
@@ -91,15 +86,11 @@ class Saver:
         is_time = every_s is not None and time.monotonic() - self._saved_s >= every_s
         self._mine[_STOPS] = self._stop is not None and self._stop.reason() is not None
         self._mine[_IS_DUE] = is_time and self._control.rank == 0
-        self._mine[_UNFINISHED] = self._pending is not None and not self._pending.shard.done()
+        self._mine[_UNFINISHED] = self._pending is not None and not self._pending[1].done()
         self._request = self._control.post_maximum(self._mine, self._all)
 
     def end(self, step: int, losses: Sequence[float]) -> bool:
-        """Act on the decision after a step, and return whether the run has saved its state and stops; collective.
-
-        Args:
-            step: the next one.
-            losses: of all steps before it.
+        """Act on the decision before `step`, and return whether the run has saved its state and stops; collective.
 
         Raises:
             RankFailedError: the state cannot be saved, and the run is to stop or has no older checkpoint.
@@ -109,7 +100,7 @@ class Saver:
         self._control.wait(self._request, "all ranks to agree")
         self._request = None
         stops, is_due, is_unfinished = (bool(value) for value in self._all)
-        if self._pending is not None and (stops or not is_unfinished):
+        if stops or not is_unfinished:
             self._complete()
         if stops:
             self._save_and_stop(step, losses)
@@ -118,15 +109,13 @@ class Saver:
         is_last = step == self._train.steps and self._is_periodic
         self._is_owed |= is_due or is_last or (every is not None and step % every == 0)
         if self._is_owed and (self._pending is None or is_last):
-            if self._pending is not None:
-                self._complete()
+            self._complete()
             self._begin_to_save(step, losses)
         return False
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, after the last step; collective."""
-        if self._pending is not None:
-            self._complete()
+        self._complete()
         self.close()
 
     def close(self) -> None:
@@ -138,7 +127,7 @@ class Saver:
         self._saved_s = time.monotonic()
         if self._source is not None:
             self._source.take(losses)
-        self._pending = _Pending(step, self._thread.submit(self._write, step))
+        self._pending = step, self._thread.submit(self._write, step)
 
     def _write(self, step: int) -> ShardFile | None:
         if self._source is None:
@@ -148,38 +137,34 @@ class Saver:
         return write_shard(folder / shard_name(self._control.rank), self._source.host_tensors())
 
     def _complete(self) -> str | None:
-        """Wait until all ranks have written and rank 0 has completed the checkpoint.
-
-        Return what went wrong, if anything.
-        """
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._heartbeat.beat(pending.step, "checkpoint")
-        results = self._control.comm.allgather(_result(pending.shard))
+        """Wait until all ranks have written and rank 0 has completed the checkpoint; return what went wrong, if so."""
+        if self._pending is None:
+            return None
+        (step, shard), self._pending = self._pending, None
+        self._heartbeat.beat(step, "checkpoint")
+        results = self._control.comm.allgather(_result(shard))
         faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault is not None]
         of_rank_0: str | None = faults[0] if faults else None
         if self._control.rank == 0 and not faults:
             files = tuple(written for written, _ in results if written is not None)
-            of_rank_0 = _result(self._thread.submit(self._commit, self._manifest(pending.step, files)))[1]
+            of_rank_0 = _result(self._thread.submit(self._commit, step, files))[1]
         fault: str | None = self._control.comm.bcast(of_rank_0)
         if fault is None:
-            self._last_saved_step = pending.step
+            self._last_saved_step = step
         elif self._control.rank == 0 and self._last_saved_step is not None:
             _log.warning(
                 "the state before step %d could not be saved (%s); the checkpoint of step %d remains",
-                pending.step, fault, self._last_saved_step,
+                step, fault, self._last_saved_step,
             )  # fmt: skip
         if fault is not None and self._last_saved_step is None:
-            raise RankFailedError(f"the state before step {pending.step} could not be saved: {fault}")
+            raise RankFailedError(f"the state before step {step} could not be saved: {fault}")
         return fault
 
-    def _manifest(self, step: int, files: tuple[ShardFile, ...]) -> Manifest:
+    def _commit(self, step: int, files: tuple[ShardFile, ...]) -> None:
         samples = self._first.samples + (step - self._first.step) * self._samples_per_step
         utc = datetime.now(UTC).isoformat(timespec="seconds")
-        return replace(self._first, step=step, samples=samples, utc=utc, files=files)
-
-    def _commit(self, manifest: Manifest) -> None:
-        manifest.write(checkpoint_folder(self._folder.checkpoints, manifest.step))
+        manifest = replace(self._first, step=step, samples=samples, utc=utc, files=files)
+        manifest.write(checkpoint_folder(self._folder.checkpoints, step))
         prune(self._folder.checkpoints, self._train.keep_checkpoints)
 
     def _save_and_stop(self, step: int, losses: Sequence[float]) -> None:

@@ -1,11 +1,14 @@
-"""The state of a rank: its tensors and their names, copied to the host, and restored into any partition."""
+"""The state of a rank: its tensors and their names, copied to the host, and restored into any partition.
+
+In a shard they are named `parameters/LAYER/KEY`, `buffers/LAYER/KEY`, `optimizer/SLOT/LAYER/KEY` and, for a buffer that
+may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gems.autograd.recompute.layer_state import RandomState
-from gems.engine.checkpoint.manifest import Manifest, rank_layout
-from gems.engine.checkpoint.shard import HostTensor, shard_name
+from gems.engine.checkpoint.manifest import HostTensor, Manifest, rank_layout, shard_name
 from gems.engine.pipeline import Pipeline
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
@@ -28,34 +30,6 @@ _DTYPES = {
     torch.bool: "BOOL",
 }  # fmt: skip
 _PYTHON, _NUMPY, _TORCH = "random/python", "random/numpy", "random/torch"
-
-
-def parameter_name(layer: str, key: str) -> str:
-    """Return the name of a layer's parameter in a shard."""
-    return f"parameters/{layer}/{key}"
-
-
-def buffer_name(layer: str, key: str) -> str:
-    """Return the name of a layer's buffer in a shard."""
-    return f"buffers/{layer}/{key}"
-
-
-def slot_name(slot: str, layer: str, key: str) -> str:
-    """Return the name of the optimizer's tensor `slot` of a parameter."""
-    return f"optimizer/{slot}/{layer}/{key}"
-
-
-def copy_name(direction: int, layer: str, key: str) -> str:
-    """Return the name of a buffer that may differ from copy to copy."""
-    return f"copies/{direction}/{layer}/{key}"
-
-
-@dataclass(frozen=True, slots=True)
-class StateTensors:
-    """The tensors that a rank saves; `early` are changed by the next forward, `late` only by the optimizer."""
-
-    early: dict[str, Tensor]
-    late: dict[str, Tensor]
 
 
 def layer_owners(pipeline: Pipeline) -> dict[str, int]:
@@ -72,30 +46,34 @@ def layer_owners(pipeline: Pipeline) -> dict[str, int]:
     return owners
 
 
-def state_tensors(pipeline: Pipeline) -> StateTensors:
+def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what this rank saves: its share of the layers, counters of its copies, and its random states.
 
     Parameters, optimizer state and running statistics are equal in all copies, so one is saved. Other buffers, such as
     batch norm's count of batches, advance with the micro-batches of each copy, so every rank saves its own.
+
+    Returns:
+        Tensors that the next forward changes, and those that only the optimizer changes.
     """
     owners, mine = layer_owners(pipeline), pipeline.comm.rank
-    state = StateTensors({}, {})
+    early, late = _random_states(pipeline), {}
     for (direction, _), name, part, module in _layers(pipeline):
         if owners[part] == mine:
-            state.early.update({buffer_name(name, key): buffer for key, buffer in module.named_buffers()})
+            early |= {f"buffers/{name}/{key}": buffer for key, buffer in module.named_buffers()}
             for key, parameter in module.named_parameters():
-                state.late[parameter_name(name, key)] = parameter.detach()
+                late[f"parameters/{name}/{key}"] = parameter.detach()
                 for slot, value in pipeline.optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        state.late[slot_name(slot, name, key)] = value
-        for key, buffer in _counters(module):
-            state.early[copy_name(direction, name, key)] = buffer
-    state.early.update(_random_states(pipeline))
-    return state
+                        late[f"optimizer/{slot}/{name}/{key}"] = value
+        early |= {f"copies/{direction}/{name}/{key}": buffer for key, buffer in _counters(module)}
+    return early, late
 
 
-def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
+def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[float]:
     """Load a checkpoint into every layer of this rank, whatever partition it was saved with.
+
+    Returns:
+        On rank 0 the training loss of every step that was done.
 
     Random states and counters of copies are restored if the layout is the same; otherwise generators are seeded anew
     from the seed, the rank and the step.
@@ -106,68 +84,66 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
     optimizer_state: dict[int, dict[str, Tensor]] = {}
     places = {id(p): place for place, p in enumerate(pipeline.optimizer.param_groups[0]["params"])}
     is_same = manifest.layout == rank_layout(pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries)
-    with _Shards(folder, manifest) as shards, torch.no_grad():
+    with _Shards(folder) as shards, torch.no_grad():
         for (direction, _), name, part, module in _layers(pipeline):
-            owner = _owner_of(part, name, manifest, folder)
+            owner = manifest.owners.get(part, manifest.owners.get(name))  # of an operator, or of its layer
+            if owner is None:
+                raise ConfigError(
+                    "train.resume", folder, f"has layer {name} in operators on several ranks",
+                    "resume it with schedule=placed, or start from its weights (train.initial_checkpoint)",
+                )  # fmt: skip
             for key, buffer in module.named_buffers():
-                shards.copy_into(buffer, owner, buffer_name(name, key))
+                shards.copy_into(buffer, owner, f"buffers/{name}/{key}")
             for key, parameter in module.named_parameters():
-                shards.copy_into(parameter, owner, parameter_name(name, key))
+                shards.copy_into(parameter, owner, f"parameters/{name}/{key}")
                 slots = {
-                    slot: shards.tensor(owner, slot_name(slot, name, key))
+                    slot: shards.tensor(owner, saved)
                     for slot in shards.slots(owner)
-                    if shards.has(owner, slot_name(slot, name, key))
+                    if (saved := f"optimizer/{slot}/{name}/{key}") in shards.names(owner)
                 }
                 if slots:
                     optimizer_state[places[id(parameter)]] = slots
             if is_same:
                 for key, buffer in _counters(module):
-                    shards.copy_into(buffer, pipeline.comm.rank, copy_name(direction, name, key))
+                    shards.copy_into(buffer, pipeline.comm.rank, f"copies/{direction}/{name}/{key}")
         if is_same:
             _set_random_states(pipeline, shards)
         else:
-            _reseed(pipeline.spec.seed, pipeline.comm.rank, manifest.step)
+            drawn = np.random.SeedSequence((pipeline.spec.seed, pipeline.comm.rank, manifest.step))
+            seeds = [int(seed) for seed in drawn.generate_state(3, np.uint32)]
+            torch.manual_seed(seeds[0])
+            np.random.seed(seeds[1])
+            random.seed(seeds[2])
+        losses = [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
     groups = pipeline.optimizer.state_dict()["param_groups"]
     pipeline.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    return losses
 
 
-def read_losses(folder: Path, manifest: Manifest) -> list[float]:
-    """Read the training loss of every step that was done; rank 0 saved it."""
-    with _Shards(folder, manifest) as shards:
-        return [float(loss) for loss in shards.tensor(0, LOSSES)]
-
-
-class _Shards:
+class _Shards(contextlib.ExitStack):
     """The files of a checkpoint, each opened on first use."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._step = manifest.step
-        self._files: dict[int, Any] = {}
-        self._names: dict[int, frozenset[str]] = {}
-        self._stack = contextlib.ExitStack()
+        self._files: dict[int, tuple[Any, frozenset[str]]] = {}
 
-    def __enter__(self) -> _Shards:
-        return self
-
-    def __exit__(self, *of_error: object) -> None:
-        self._stack.close()
-
-    def has(self, rank: int, name: str) -> bool:
-        """Return whether a rank's file has a tensor."""
-        self._file(rank)
-        return name in self._names[rank]
+    def names(self, rank: int) -> frozenset[str]:
+        """Return the names of the tensors in a rank's file."""
+        if rank not in self._files:
+            file: Any = self.enter_context(safe_open(str(self._folder / shard_name(rank)), framework="pt"))
+            self._files[rank] = file, frozenset(file.keys())
+        return self._files[rank][1]
 
     def slots(self, rank: int) -> list[str]:
         """Return the names of the optimizer's tensors for a parameter."""
-        self._file(rank)
-        return sorted({name.split("/")[1] for name in self._names[rank] if name.startswith("optimizer/")})
+        return sorted({name.split("/")[1] for name in self.names(rank) if name.startswith("optimizer/")})
 
     def tensor(self, rank: int, name: str) -> Tensor:
         """Read a copy of a tensor: the library's own may be the memory-mapped file, which is removed one day."""
-        if not self.has(rank, name):
+        if name not in self.names(rank):
             raise self._misfit(rank, f"holds no {name}")
-        tensor: Tensor = self._file(rank).get_tensor(name)
+        tensor: Tensor = self._files[rank][0].get_tensor(name)
         return tensor.clone()
 
     def copy_into(self, target: Tensor, rank: int, name: str) -> None:
@@ -177,13 +153,6 @@ class _Shards:
             theirs, mine = (f"{tuple(t.shape)} {t.dtype}" for t in (found, target))
             raise self._misfit(rank, f"has {name} as {theirs}, not {mine}")
         target.copy_(found)
-
-    def _file(self, rank: int) -> Any:
-        if rank not in self._files:
-            path = str(self._folder / shard_name(rank))
-            self._files[rank] = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._names[rank] = frozenset(self._files[rank].keys())
-        return self._files[rank]
 
     def _misfit(self, rank: int, what: str) -> ConfigError:
         return ConfigError(
@@ -198,17 +167,6 @@ def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]
         parts = pipeline.stage_modules.unit_names(key[1])
         for part, (name, module) in zip(parts, pipeline.named_layers(key), strict=True):
             yield key, name, part, module
-
-
-def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
-    """Return the rank whose shard has an operator or its layer."""
-    owner = manifest.owners.get(part, manifest.owners.get(name))
-    if owner is None:
-        raise ConfigError(
-            "train.resume", folder, f"has layer {name} in operators on several ranks",
-            "resume it with schedule=placed, or start from its weights (train.initial_checkpoint)",
-        )  # fmt: skip
-    return owner
 
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -241,13 +199,6 @@ def _set_random_states(pipeline: Pipeline, shards: _Shards) -> None:
     generators.set([shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.get()))])
 
 
-def _reseed(seed: int, rank: int, step: int) -> None:
-    drawn = np.random.SeedSequence((seed, rank, step)).generate_state(3, np.uint32)
-    torch.manual_seed(int(drawn[0]))
-    np.random.seed(int(drawn[1]))
-    random.seed(int(drawn[2]))
-
-
 def _bits(number: float) -> int:
     return int(np.float64(number).view(np.int64))
 
@@ -272,27 +223,33 @@ class HostCopy:
         if self._cuda is not None:
             optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
 
-    def take(self, state: StateTensors) -> None:
+    def begin(self, early: dict[str, Tensor], late: dict[str, Tensor]) -> None:
         """Begin to copy."""
-        self._copies = {name: self._buffer_for(name, tensor) for name, tensor in (state.early | state.late).items()}
+        before, self._copies = self._copies, {}
+        for name, tensor in (early | late).items():
+            kept = before.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            self._copies[name] = kept
         if self._cuda is None:
-            self._copy(state.early)
-            self._copy(state.late)
+            self._copy(early | late)
             return
         computing = self._cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
         with self._cuda.stream(self._stream):
-            self._copy(state.early)
+            self._copy(early)
             computing.wait_event(self._stream.record_event())
-            self._copy(state.late)
+            self._copy(late)
             self._copied = self._stream.record_event()
 
     def host_tensors(self) -> dict[str, HostTensor]:
-        """Wait for the copies and return them, valid until the next `take`; from any thread."""
+        """Wait for the copies and return them, valid until the next ones; from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
         return {
-            name: HostTensor(_DTYPES[tensor.dtype], tuple(tensor.shape), _host_bytes(tensor))
+            name: HostTensor(
+                _DTYPES[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data
+            )
             for name, tensor in self._copies.items()
         }
 
@@ -300,35 +257,21 @@ class HostCopy:
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=True)
 
-    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._copies.get(name)
-        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
-            return kept
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
-
     def _wait_for_copies(self) -> None:
         if self._copied is not None:
             self._cuda.current_stream(self._device).wait_event(self._copied)
 
 
-class PipelineSource:
-    """The state source of a pipeline: its share of the state, and on rank 0 the losses."""
+class PipelineState(HostCopy):
+    """Copies of a rank's share of the state of a pipeline, and on rank 0 of the losses."""
 
     def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline.device, pipeline.optimizer)
         self._pipeline = pipeline
-        self._copy = HostCopy(pipeline.device, pipeline.optimizer)
 
     def take(self, losses: Sequence[float]) -> None:
         """Copy the state as it is now; `losses` are of all steps before."""
-        state = state_tensors(self._pipeline)
+        early, late = state_tensors(self._pipeline)
         if self._pipeline.comm.rank == 0:
-            state.early[LOSSES] = torch.tensor(losses, dtype=torch.float64)
-        self._copy.take(state)
-
-    def host_tensors(self) -> dict[str, HostTensor]:
-        """Return what was copied last."""
-        return self._copy.host_tensors()
-
-
-def _host_bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+            early[LOSSES] = torch.tensor(losses, dtype=torch.float64)
+        self.begin(early, late)

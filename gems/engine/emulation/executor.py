@@ -24,34 +24,12 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, Pace
 
 
-class EmulatedMemory:
-    """Bytes that an emulated rank would hold on its device, now and at most."""
-
-    def __init__(self) -> None:
-        self.held_bytes = self.peak_bytes = 0
-
-    def count_bytes(self, num_bytes: int) -> None:
-        """Count bytes that were allocated (above 0) or freed (below 0)."""
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-
 class EmulatedExecutor:
     """Runs one rank's actions on an emulated device with one compute stream and a copy engine in each direction.
 
-    Args:
-        schedule: lowered.
-        rank: in the pipeline.
-        costs: of the schedule's stages, in units.
-        unit_s: seconds of a unit of time.
-        activation_bytes: bytes of a unit of activations.
-        cap: the most units of activations held; what allocates some waits for copies to host memory.
-        channels: the rank's messages.
-        waiter: waits, and polls the channels.
-        recorder: gets the events.
-        reduce: sums the gradients with the peers, and returns when that is done.
-        heartbeat: records each action.
-        pace: makes this rank slower than the costs, or makes it wait for its inputs.
+    `costs` are in units of `unit_s` seconds and `activation_bytes`. At most `cap` units of activations are held: what
+    allocates some waits for copies to host memory. `reduce` returns when the peers have summed the gradients. `pace`
+    makes this rank slower than the costs, or makes it wait for its inputs.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor, EmulatedMemory
+from gems.engine.emulation.executor import EmulatedExecutor
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter, WaitState
@@ -32,8 +32,7 @@ class _EventTimes:
         self.times: Times = {}
 
     def add(self, table: str, row: tuple[Any, ...]) -> None:
-        names = DTYPES[table].names or ()
-        event = dict(zip(names, row, strict=True))
+        event = dict(zip(DTYPES[table].names or (), row, strict=True))
         self.times[KINDS[event["kind"]], event["micro_batch"]] = event["start_ns"], event["end_ns"]
 
 
@@ -60,7 +59,7 @@ def measure_hop(
     trips = max(MIN_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
     chain = add_transfers(layer_parallel(Request(num_ranks, trips)))
     events = _EventTimes(rank)
-    recorder = Recorder(events, EmulatedMemory())
+    recorder = Recorder(events)
     channels = EmulatedChannels(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)
     waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
     costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
@@ -73,11 +72,10 @@ def measure_hop(
 
 def hop_times_s(times: list[Times], trips: int) -> list[float]:
     """Return the seconds of a hop for each pair of neighbours and each trip, from the events of each rank."""
-    end = 1
     found = []
     for here, there in pairwise(times):
         for m in range(trips):
-            away = here[Kind.RECV_B, m][end] - here[Kind.F, m][end]
-            with_it = there[Kind.B, m][end] - there[Kind.RECV_F, m][end]
+            away = here[Kind.RECV_B, m][1] - here[Kind.F, m][1]
+            with_it = there[Kind.B, m][1] - there[Kind.RECV_F, m][1]
             found.append((away - with_it) / 2 * 1e-9)
     return found

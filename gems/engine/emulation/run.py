@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from statistics import mean
 from typing import cast
 
@@ -14,33 +12,20 @@ import numpy as np
 
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.resume import find_start
-from gems.engine.checkpoint.saver import Saver, StopSource
+from gems.engine.checkpoint.saver import Saver
 from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor, EmulatedMemory
+from gems.engine.emulation.executor import EmulatedExecutor
 from gems.engine.emulation.message_cost import measure_hop
-from gems.engine.step_loop import run_steps, trace_attributes
-from gems.engine.supervision.consistency_check import check_same_schedule, check_world
+from gems.engine.step_loop import check_ranks, measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.clock import measure_offset
+from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Comm, Transport, ranks_here
 from gems.engine.transport.polling import Waiter, WaitState, poll_interval_s, reduce_timer_slack
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.schedule.schedule import Schedule
 from gems.simulation.costs import activation_cap, gradient_bytes, replica_pace, schedule_costs
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
-
-
-@dataclass(slots=True)
-class _EmulatedRank:
-    """What one emulated rank runs, and how it communicates."""
-
-    executor: EmulatedExecutor
-    channels: EmulatedChannels
-    memory: EmulatedMemory
-    control: Transport
-    hop_s: Callable[[], float]
 
 
 def emulate(
@@ -48,7 +33,7 @@ def emulate(
     folder: RunFolder,
     comm: Comm,
     heartbeat: Heartbeat,
-    stop: StopSource | None = None,
+    stop: StopListener | None = None,
     wait_state: WaitState | None = None,
 ) -> None:
     """Run all steps on one emulated rank and write its part of the trace; collective.
@@ -64,78 +49,66 @@ def emulate(
     attributes = trace_attributes("emulated", spec, comm, "emulated")
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, attributes)
     try:
-        check_world(spec, comm)
         schedule = folder.read_schedule()
-        check_same_schedule(schedule, comm)
+        check_ranks(spec, schedule, comm)
         reduce_timer_slack()
-        rank = _build(spec, comm, schedule, part, heartbeat, wait_state)
-        start = find_start(spec, folder, comm)
-        part.set_attributes(start.attributes() | measure_offset(comm).attributes("clock"))
+        placement, hang_timeout_s = schedule.placement, spec.train.hang_timeout_s
+        interval_s = poll_interval_s(ranks_here(comm))
+        replica, rank = divmod(comm.rank, spec.parallel.partitions)
+        costs = schedule_costs(spec, placement)
+
+        def open_transport(over: Comm) -> Transport:
+            return Transport(over, hang_timeout_s, spin_s=0.0, sleep_s=interval_s, wait_state=wait_state)
+
+        pipeline = cast(Comm, comm.Split(replica, rank))
+        group = placement.reduce_group(rank, spec.parallel.replicas)
+        peers = open_transport(cast(Comm, comm.Split(group[0], comm.rank)))
+        control = open_transport(comm)
+        transports = [open_transport(pipeline) for _ in range(schedule.num_directions)]
+        recorder = Recorder(part)
+        channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder)
+        waiter = Waiter(channels.poll, interval_s, hang_timeout_s, wait_state)
+        gradients = np.zeros(gradient_bytes(spec, placement, rank) // 4, np.float32)
+        reduce_ns = round(costs.reduce[placement.lowest_stage(rank)] * spec.cost.unit_s * 1e9)
+
+        def reduce() -> None:
+            if len(gradients) and peers.size > 1:
+                peers.sum_in_place(gradients)
+            elif peers.size > 1:
+                peers.barrier()
+                waiter.wait_until_time(time.perf_counter_ns() + reduce_ns)
+
+        executor = EmulatedExecutor(
+            schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, activation_cap(spec),
+            channels, waiter, recorder, reduce, heartbeat, replica_pace(spec, replica),
+        )  # fmt: skip
 
         def run_step(step: int) -> tuple[int, int, float]:
             heartbeat.beat(step, "begin")
-            rank.control.barrier()
+            control.barrier()
             start_ns = time.perf_counter_ns()
-            rank.executor.run(step)
+            executor.run(step)
             return start_ns, time.perf_counter_ns(), math.nan
 
-        hops_s = [rank.hop_s()]
+        def measure() -> float:
+            num_bytes = round(max(costs.boundary_bytes))
+            return measure_hop(transports[0], control, num_bytes, interval_s, hang_timeout_s, wait_state)
+
+        start = find_start(spec, folder, comm)
+        part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
+        hops_s = [measure()]
         manifest = start.manifest(spec, schedule, (), {})
-        with closing(Saver(folder, spec.train, rank.control, manifest, heartbeat, stop=stop)) as saver:
+        with closing(Saver(folder, spec.train, control, manifest, heartbeat, stop=stop)) as saver:
             stops = run_steps(spec, comm.rank, part, folder.progress_json, saver, start.step, run_step)
             saver.finish()
-        hops_s.append(rank.hop_s())
-        known = {"hop_s": mean(hops_s), "peak_allocated_bytes": rank.memory.peak_bytes}
-        part.set_attributes(measure_offset(comm).attributes("clock_end") | known)
-        rank.channels.close()
+        hops_s.append(measure())
+        known = {"hop_s": mean(hops_s), "peak_allocated_bytes": recorder.memory.peak_bytes}
+        part.set_attributes(measure_offset(comm, "clock_end") | known)
+        channels.close()
         if comm.rank == 0 and not stops:
             write_json(folder.result_json, {
-                "num_steps": spec.train.steps,
-                "hop_s": mean(hops_s),
-                "schedule_sha256": schedule.digest(),
-                "schedule_rows": [" ".join(map(str, row)) for row in schedule.rows],
+                "num_steps": spec.train.steps, "hop_s": mean(hops_s), **schedule_record(schedule)
             })  # fmt: skip
-        rank.control.barrier()
+        control.barrier()
     finally:
         part.close()
-
-
-def _build(
-    spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heartbeat: Heartbeat, wait_state: WaitState | None
-) -> _EmulatedRank:
-    placement, hang_timeout_s = schedule.placement, spec.train.hang_timeout_s
-    interval_s = poll_interval_s(ranks_here(comm))
-    replica, rank = divmod(comm.rank, spec.parallel.partitions)
-    costs = schedule_costs(spec, placement)
-
-    def open_transport(over: Comm) -> Transport:
-        return Transport(over, hang_timeout_s, spin_s=0.0, sleep_s=interval_s, wait_state=wait_state)
-
-    pipeline = cast(Comm, comm.Split(replica, rank))
-    group = placement.reduce_group(rank, spec.parallel.replicas)
-    peers = open_transport(cast(Comm, comm.Split(group[0], comm.rank)))
-    control = open_transport(comm)
-    transports = [open_transport(pipeline) for _ in range(schedule.num_directions)]
-    memory = EmulatedMemory()
-    recorder = Recorder(part, memory)
-    channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder)
-    waiter = Waiter(channels.poll, interval_s, hang_timeout_s, wait_state)
-    gradients = np.zeros(gradient_bytes(spec, placement, rank) // 4, np.float32)
-    reduce_ns = round(costs.reduce[placement.lowest_stage(rank)] * spec.cost.unit_s * 1e9)
-
-    def reduce() -> None:
-        if len(gradients) and peers.size > 1:
-            peers.sum_in_place(gradients)
-        elif peers.size > 1:
-            peers.barrier()
-            waiter.wait_until_time(time.perf_counter_ns() + reduce_ns)
-
-    def hop_s() -> float:
-        num_bytes = round(max(costs.boundary_bytes))
-        return measure_hop(transports[0], control, num_bytes, interval_s, hang_timeout_s, wait_state)
-
-    executor = EmulatedExecutor(
-        schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, activation_cap(spec),
-        channels, waiter, recorder, reduce, heartbeat, replica_pace(spec, replica),
-    )  # fmt: skip
-    return _EmulatedRank(executor, channels, memory, control, hop_s)

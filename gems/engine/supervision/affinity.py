@@ -58,22 +58,17 @@ def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per
 def locate(rank: int, device: torch.device | None) -> RankLocation:
     """Return where this process runs; loads torch only for a GPU."""
     cpus = os.sched_getaffinity(0)
-    here = RankLocation(
-        rank=rank, node=os.environ.get("SLURMD_NODENAME") or os.uname().nodename, pid=os.getpid(),
-        local_rank=local_rank(), cpus=ranges(cpus), node_cpus=os.cpu_count() or len(cpus), numa_nodes=numa_nodes(cpus),
-    )  # fmt: skip
-    if device is None or device.type != "cuda":
-        return here
-    import torch
+    gpu: dict[str, Any] = {}
+    if device is not None and device.type == "cuda":
+        import torch
 
-    properties = torch.cuda.get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)  # since torch 2.4, later on ROCm
+        properties = torch.cuda.get_device_properties(device)
+        uuid = getattr(properties, "uuid", None)  # since torch 2.4, later on ROCm
+        gpu = {"gpu_index": device.index, "gpu_name": properties.name, "visible_gpus": torch.cuda.device_count()}
+        gpu["gpu_uuid"] = None if uuid is None else str(uuid)
     return RankLocation(
-        **asdict(here)
-        | {
-            "gpu_index": device.index, "gpu_name": properties.name, "gpu_uuid": None if uuid is None else str(uuid),
-            "visible_gpus": torch.cuda.device_count(),
-        }
+        rank, os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.getpid(), local_rank(), ranges(cpus),
+        os.cpu_count() or len(cpus), numa_nodes(cpus), **gpu,
     )  # fmt: skip
 
 
@@ -89,21 +84,21 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
         of_node[each.node].append(each)
         if each.gpu_uuid is not None:
             of_gpu[each.node, each.gpu_uuid].append(each)
-    shared = [(key, group) for key, group in of_gpu.items() if len(group) > 1]
+    shared = [group for group in of_gpu.values() if len(group) > 1]
     if shared:
-        (node, uuid), group = shared[0]
+        gpu = shared[0][0]
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {node} share one GPU "
-            f"({group[0].gpu_name}, {uuid}){_more(len(shared), 'GPUs')}; "
+            f"ranks {ranges(each.rank for each in shared[0])} on node {gpu.node} share one GPU "
+            f"({gpu.gpu_name}, {gpu.gpu_uuid}){_more(len(shared), 'GPUs')}; "
             "see cluster.gpus_per_node, cluster.ranks_per_node, cluster.gpu_bind and cluster.device_order"
         )
-    crowded = [(node, group) for node, here in of_node.items() if (group := _crowded(here, cpus_per_rank))]
+    crowded = [group for here in of_node.values() if (group := _crowded(here, cpus_per_rank))]
     if crowded:
-        node, group = crowded[0]
+        group = crowded[0]
+        cpus = ranges(cpu for each in group for cpu in numbers(each.cpus))
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {node} share CPUs {ranges(_union(group))}, "
-            f"fewer than {cpus_per_rank} a rank, "
-            f"and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; "
+            f"ranks {ranges(each.rank for each in group)} on node {group[0].node} share CPUs {cpus}, fewer than "
+            f"{cpus_per_rank} a rank, and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; "
             "see cluster.cpu_bind and cluster.cpus_per_rank"
         )
     return lines
@@ -115,20 +110,12 @@ def _crowded(here: Sequence[RankLocation], cpus_per_rank: int) -> list[RankLocat
         return []
     groups: list[tuple[set[int], list[RankLocation]]] = []
     for each in here:
-        cpus, members = set(numbers(each.cpus)), [each]
-        apart = []
-        for other in groups:
-            if other[0] & cpus:
-                cpus, members = cpus | other[0], [*other[1], *members]
-            else:
-                apart.append(other)
-        groups = [*apart, (cpus, members)]
+        cpus = set(numbers(each.cpus))
+        met = [group for group in groups if group[0] & cpus]
+        groups = [group for group in groups if group not in met]
+        groups.append((cpus.union(*(group[0] for group in met)), [*(r for group in met for r in group[1]), each]))
     return next((sorted(members, key=lambda each: each.rank) for cpus, members in groups
                  if len(members) > 1 and len(cpus) < len(members) * cpus_per_rank), [])  # fmt: skip
-
-
-def _union(group: Iterable[RankLocation]) -> set[int]:
-    return set().union(*(numbers(each.cpus) for each in group))
 
 
 def _more(count: int, what: str) -> str:

@@ -33,28 +33,27 @@ _log = logging.getLogger(__name__)
 def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None) -> int:
     """Log the failure in one line, write FAILED.rank<k>.json, and return the exit code of the job.
 
-    Raises nothing; facts that cannot be found out are left out of the record.
-
-    Args:
-        folder: the run's.
-        rank: this one.
-        error: why it ends.
-        frames: lines to keep instead of the exception's own traceback, if another thread is at fault.
+    Raises nothing; facts that cannot be found out are left out of the record. `frames` replace the exception's own
+    traceback if another thread is at fault.
     """
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
     beat = _or_none(lambda: read_beat(folder.heartbeat(rank)))
     cause = describe_cause(error)
     with contextlib.suppress(Exception):  # first of all: the file system may be full or gone
         _log_failure(beat, error, cause)
-    lines = list(frames) if frames is not None else _traceback(error)
-    record: dict[str, Any] = {
-        "rank": rank, "node": os.uname().nodename, "pid": os.getpid(),
-        "step": beat.step if beat else -1, "action": beat.action if beat else "start",
+    lines = (
+        frames
+        if frames is not None
+        else _or_none(lambda: "".join(traceback.format_exception(error)).rstrip("\n").split("\n"))
+    )
+    allocated, reserved = _or_none(_device_bytes) or (None, None)
+    record = rank_facts(rank, beat) | {
         "stage": stage_number(beat.action) if beat else None, "cause": cause,
         "cause_class": str(classify_error(error).cause),
         "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
-        "traceback": lines[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None), **_memory(), "mpi": _mpi(),
-        "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "traceback": list(lines or ())[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None),
+        "rss_bytes": _or_none(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved,
+        "mpi": _or_none(_mpi_library), "exit_code": code,
     }  # fmt: skip
     try:
         write_json(folder.failed_json(rank), record)
@@ -62,6 +61,14 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
         with contextlib.suppress(Exception):
             _log.error("cannot write to %s: %s", folder.path, failure)
     return code
+
+
+def rank_facts(rank: int, beat: Beat | None) -> dict[str, Any]:
+    """Return who and where this rank is, for a record of its end."""
+    return {
+        "rank": rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
+        "action": beat.action if beat else "start", "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }  # fmt: skip
 
 
 def describe_cause(error: BaseException) -> str:
@@ -119,20 +126,6 @@ def _log_failure(beat: Beat | None, error: BaseException, cause: str) -> None:
     _log.error("failed on node %s %s: %s%s", os.uname().nodename, where, cause, more)
 
 
-def _traceback(error: BaseException) -> list[str]:
-    def lines() -> list[str]:
-        return [line for part in traceback.format_exception(error) for line in part.rstrip("\n").split("\n")]
-
-    return _or_none(lines) or []
-
-
-def _memory() -> dict[str, int | None]:
-    """Return resident bytes of this process, and bytes allocated and reserved by torch on its GPU."""
-    device: tuple[int, int] | None = _or_none(_device_bytes)
-    allocated, reserved = device if device is not None else (None, None)
-    return {"rss_bytes": _or_none(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved}
-
-
 def _device_bytes() -> tuple[int, int] | None:
     torch = sys.modules.get("torch")  # never loaded here: this may be why the rank fails
     if torch is None or not torch.cuda.is_initialized():
@@ -140,10 +133,9 @@ def _device_bytes() -> tuple[int, int] | None:
     return int(torch.cuda.memory_allocated()), int(torch.cuda.memory_reserved())
 
 
-def _mpi() -> str | None:
-    """Return the MPI library's description, if it was loaded."""
+def _mpi_library() -> str | None:
     transport = sys.modules.get("gems.engine.transport.mpi")
-    return None if transport is None else _or_none(lambda: str(transport.library()))
+    return None if transport is None else str(transport.library())
 
 
 def _or_none(read: Callable[[], T]) -> T | None:

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gems.engine.pipeline import Pipeline
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import rank_timeline
 from gems.partition.methods import optimizer_name
-from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import read_document
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Peak activation bytes of each rank of the world, counted and predicted, and layers that cannot be split."""
+def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, tuple[Any, ...]]:
+    """Return peak bytes of activations of each rank, counted and predicted, and layers that cannot be split.
 
-    peak_activation_bytes: tuple[int, ...]
-    predicted_activation_bytes: tuple[int, ...]
-    unsplit_layers: tuple[str, ...]
+    Of the steps so far; collective, after one step at least.
 
-
-def memory_report(pipeline: Pipeline, profile: Path | None = None) -> MemoryReport:
-    """Return the report of the steps so far; collective, after one step at least.
-
-    Without segments peaks are predicted from the stages' measured sizes, otherwise from a profile.
-
-    Args:
-        pipeline: has run some steps.
-        profile: file of the profile that the run was planned with; a fake profile is made if there is none.
+    Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
+    the run was planned with, or a fake profile.
     """
     predicted = _bytes_from_stages(pipeline) if pipeline.segments is None else _bytes_from_profile(pipeline, profile)
-    return MemoryReport(
-        tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes)), predicted, _unsplit_layers(pipeline)
-    )
+    counted = tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes))
+    return {
+        "peak_activation_bytes": counted, "predicted_activation_bytes": predicted,
+        "unsplit_layers": _unsplit_layers(pipeline),
+    }  # fmt: skip
 
 
 def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
@@ -68,19 +60,16 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
     if pipeline.comm.rank == 0:
         whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
         plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
-        profile = _profile_of(pipeline, path)
+        profile = (
+            read_document(path)
+            if path is not None and path.exists()
+            else fake_profile(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
+        )
         optimizer = OPTIMIZERS[optimizer_name(spec)]
         walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = pipeline.comm.bcast(found)
     return of_pipeline * spec.parallel.replicas
-
-
-def _profile_of(pipeline: Pipeline, path: Path | None) -> ModelProfile:
-    spec = pipeline.spec
-    if path is not None and path.exists():
-        return read_document(path)
-    return fake_profile(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:

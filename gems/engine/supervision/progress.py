@@ -29,35 +29,31 @@ class Progress:
     """
 
     def __init__(self, name: str, num_steps: int, images_per_step: int, path: Path, first_step: int = 0) -> None:
-        self._path = path
-        self._written = -math.inf
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._images_per_step = images_per_step
+        self._name, self._path = name, path
+        self._num_steps, self._first_step, self._images_per_step = num_steps, first_step, images_per_step
         self._begin = self._last = time.perf_counter()
-        self._name = name
+        self._written = -math.inf
         self._bar: tqdm[Never] | None = None
         if os.environ.get("GEMS_PROGRESS") == "bar" or sys.stderr.isatty():
             self._bar = tqdm(
-                total=num_steps,
-                initial=first_step,
-                desc=name,
-                unit="step",
-                file=sys.stderr,
-                dynamic_ncols=False,
+                total=num_steps, initial=first_step, desc=name, unit="step", file=sys.stderr, dynamic_ncols=False,
                 ncols=100,
-            )
+            )  # fmt: skip
 
     def show(self, num_done: int, loss: float) -> None:
         """Show that `num_done` steps are done; a loss of NaN means that there is none."""
-        now = time.perf_counter()
-        rate = (num_done - self._first_step) / (now - self._begin)
-        text = f"{rate * self._images_per_step:.1f} images/s"
+        now, has_loss = time.perf_counter(), not math.isnan(loss)
+        rate = (num_done - self._first_step) / (now - self._begin)  # the mean since this attempt's first step
+        images_per_s = rate * self._images_per_step
         if now - self._written > FILE_INTERVAL_S or num_done == self._num_steps:
             self._written = now
-            self._write(num_done, rate * self._images_per_step, loss)
-        if not math.isnan(loss):
-            text = f"loss {loss:.4f}  {text}"
+            document = {
+                "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
+                "loss": loss if has_loss else None, "time_ns": time.time_ns(),
+            }  # fmt: skip
+            with contextlib.suppress(OSError):
+                write_json(self._path, document, indent=None)
+        text = f"loss {loss:.4f}  " * has_loss + f"{images_per_s:.1f} images/s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(num_done - self._bar.n)
@@ -65,15 +61,6 @@ class Progress:
             self._last = now
             left_s = (self._num_steps - num_done) / rate
             _log.info("%s: step %d/%d  %s  %.0f s left", self._name, num_done, self._num_steps, text, left_s)
-
-    def _write(self, num_done: int, images_per_s: float, loss: float) -> None:
-        """Write the file; `images_per_s` is the mean since this attempt's first step."""
-        document = {
-            "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
-            "loss": None if math.isnan(loss) else loss, "time_ns": time.time_ns(),
-        }  # fmt: skip
-        with contextlib.suppress(OSError):
-            write_json(self._path, document, indent=None)
 
     def close(self) -> None:
         """Close the bar."""

@@ -6,6 +6,7 @@ Needs torch on a GPU only.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gems.schedule.action import Action
@@ -16,20 +17,28 @@ if TYPE_CHECKING:
 
 COMPUTE, LINK = STREAMS.index("compute"), STREAMS.index("link")
 COPY_OUT, COPY_IN = STREAMS.index("copy_out"), STREAMS.index("copy_in")
-INPUT = KINDS.index("INPUT")
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
-Timestamp = Any  # host nanoseconds on a CPU, a torch.cuda.Event on a GPU
+Timestamp = Any  # host nanoseconds, or a torch.cuda.Event
 
 
-class DeviceMemory(Protocol):
-    """Counts the bytes held on a device."""
+class MemoryCounter:
+    """Bytes held now and at most; what is counted here is counted in `total` too."""
+
+    def __init__(self, total: Callable[[int], None] | None = None) -> None:
+        self._total = total
+        self.held_bytes = self.peak_bytes = 0
 
     def count_bytes(self, num_bytes: int) -> None:
         """Count bytes that were allocated (above 0) or freed (below 0)."""
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes
+        if self._total is not None:
+            self._total(num_bytes)
 
-    @property
-    def held_bytes(self) -> int:
-        """Device bytes held now."""
+    def set_bytes(self, held_bytes: int) -> None:
+        """Replace the bytes held now."""
+        self.count_bytes(held_bytes - self.held_bytes)
 
 
 class EventSink(Protocol):
@@ -46,30 +55,26 @@ class Recorder:
 
     Compute on a GPU is timed by CUDA events, read at the end of the step and converted to the host's clock by one
     event of known time.
+
+    Attributes:
+        memory: bytes counted on the device; events on a GPU show those in use by torch's allocator instead.
     """
 
-    def __init__(self, part: EventSink | None, memory: DeviceMemory, device: torch.device | None = None) -> None:
+    def __init__(self, part: EventSink | None, device: torch.device | None = None) -> None:
         self._part = part
-        self._memory = memory
         self._device = device
         self._cuda: Any = None
         if device is not None and device.type == "cuda":
             import torch
 
             self._cuda = torch.cuda
+        self.memory = MemoryCounter()
+        self.count_bytes = self.memory.count_bytes
+        self._host_bytes = 0
         self._spans: list[tuple[Action, int, Timestamp, Timestamp, int, int, int]] = []
         self._base: tuple[Timestamp, int] | None = None
-        self._host_bytes = 0
         self.step = -1
         self.is_on = part is not None
-
-    def now(self) -> int:
-        """Return the host's monotonic time in ns."""
-        return time.perf_counter_ns()
-
-    def count_bytes(self, num_bytes: int) -> None:
-        """Count bytes that were allocated (above 0) or freed (below 0) on the device."""
-        self._memory.count_bytes(num_bytes)
 
     def count_host_bytes(self, num_bytes: int) -> None:
         """Count bytes that were copied from the device to host memory (above 0), or back (below 0)."""
@@ -98,67 +103,46 @@ class Recorder:
     def compute(self, action: Action, start: Timestamp) -> None:
         """Record an action of the compute stream from `start` to now."""
         if self.is_on:
-            self.stamped(action, COMPUTE, start, self.timestamp())
-
-    def stamped(self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0) -> None:
-        """Record an action between two timestamps of its stream, which a GPU may not have reached yet."""
-        if self.is_on:
-            held = (self._memory.held_bytes, self._host_bytes)
-            self._spans.append((action, stream, start, end, moved_bytes, *held))
+            self.span(action, COMPUTE, start, self.timestamp())
 
     def transfer(self, action: Action, posted_ns: int, moved_bytes: int) -> None:
         """Record a transfer from its posting to now."""
-        if self.is_on:
-            self._add(
-                action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes, self._memory.held_bytes, self._host_bytes
-            )
+        self.span(action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes)
 
-    def span(self, action: Action, stream: int, start_ns: int, end_ns: int, moved_bytes: int = 0) -> None:
-        """Record an action between two times of the host's clock, on one of the trace's streams."""
+    def span(self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0) -> None:
+        """Record an action between two timestamps, which a GPU may not have reached yet."""
         if self.is_on:
-            self._add(action, stream, start_ns, end_ns, moved_bytes, self._memory.held_bytes, self._host_bytes)
+            self._spans.append((action, stream, start, end, moved_bytes, self._device_bytes(), self._host_bytes))
 
     def waited(self, step: int, start_ns: int, end_ns: int, read: Action | None = None) -> None:
         """Record a wait for input: that of the forward `read`, or of the whole step if there is none."""
         if self._part is not None and self.is_on:
             stage, direction = (-1, 0) if read is None else (read.stage, read.direction)
             micro_batch = -1 if read is None or read.micro_batch is None else read.micro_batch
-            held = (self._memory.held_bytes, self._host_bytes)
-            self._part.add(
-                "events",
-                (self._part.rank, step, INPUT, stage, -1, direction, micro_batch, COMPUTE, start_ns, end_ns, 0, *held),
-            )
+            held = (self._device_bytes(), self._host_bytes)
+            place = (_CODES["INPUT"], stage, -1, direction, micro_batch, COMPUTE)
+            self._part.add("events", (self._part.rank, step, *place, start_ns, end_ns, 0, *held))
 
     def end_step(self) -> None:
         """Write the events of the step to the trace part."""
         self.synchronize()
-        for action, stream, start, end, *counted in self._spans:
-            self._add(action, stream, self._ns(start), self._ns(end), *counted)
-        self._spans.clear()
+        part, spans, self._spans = self._part, self._spans, []
+        if part is None:
+            return
+        for action, stream, start, end, *counted in spans:
+            kind, stage, micro_batch, direction, segment = action
+            place = (
+                _CODES[kind.value], stage, -1 if segment is None else segment, direction,
+                -1 if micro_batch is None else micro_batch, stream,
+            )  # fmt: skip
+            part.add("events", (part.rank, self.step, *place, self._ns(start), self._ns(end), *counted))
+
+    def _device_bytes(self) -> int:
+        return self.memory.held_bytes if self._cuda is None else int(self._cuda.memory_allocated(self._device))
 
     def _ns(self, timestamp: Timestamp) -> int:
-        if self._base is None or self._cuda is None:
-            return int(timestamp)
+        if isinstance(timestamp, int):
+            return timestamp
+        assert self._base is not None
         event, host_ns = self._base
         return int(host_ns + round(event.elapsed_time(timestamp) * 1e6))
-
-    def _add(
-        self,
-        action: Action,
-        stream: int,
-        start_ns: int,
-        end_ns: int,
-        moved_bytes: int,
-        device_bytes: int,
-        host_bytes: int,
-    ) -> None:
-        if self._part is None:
-            return
-        kind, stage, micro_batch, direction, segment = action
-        segment = -1 if segment is None else segment
-        micro_batch = -1 if micro_batch is None else micro_batch
-        self._part.add(
-            "events",
-            (self._part.rank, self.step, _CODES[kind.value], stage, segment, direction, micro_batch,
-             stream, start_ns, end_ns, moved_bytes, device_bytes, host_bytes),
-        )  # fmt: skip

@@ -21,11 +21,8 @@ class StopListener:
     SIGUSR2 asks to save and stop. If `sigterm_asks`, so does the first SIGTERM: at a preemption SLURM sends it to the
     ranks alone and grants them the partition's GraceTime; the second one ends the process. Otherwise SIGTERM keeps its
     default action. What ends the whole job (scancel, the time limit) reaches srun too, which kills the ranks.
-
-    Args:
-        stop_json: the file that asks for a stop; None for a rank that does not check. One rank that does is enough,
-            and spares the file system.
-        sigterm_asks: whether the first SIGTERM asks to save.
+    `stop_json` is None for a rank that does not check the file: one rank that does is enough, and spares the file
+    system.
     """
 
     # Python's handlers run in the main thread once it is back from C, maybe minutes later. So the signals are blocked,
@@ -74,21 +71,21 @@ class StopListener:
             taken = signal.sigtimedwait(self._signals, POLL_S)
             if self._closing.is_set():
                 return
-            for number in [*([taken.si_signo] if taken else []), *self._from_other_threads()]:
+            numbers = [taken.si_signo] if taken else []
+            with contextlib.suppress(BlockingIOError):  # signals that older threads have received
+                numbers += [number for number in os.read(self._pipe[0], 64) if number in self._signals]
+            for number in numbers:
                 self._take(number)
             if self._reason is None and self._stop_json is not None:
                 self._reason = read_reason(self._stop_json)
 
-    def _from_other_threads(self) -> list[int]:
-        """Return the signals that older threads have received."""
-        with contextlib.suppress(BlockingIOError):
-            return [number for number in os.read(self._pipe[0], 64) if number in self._signals]
-        return []
-
     def _take(self, number: int) -> None:
         self._num_ends += number == END
         if self._num_ends > 1:
-            _kill_self(END)
+            # by the signal's default action; `signal.signal` works in the main thread only
+            ctypes.CDLL(None).signal(int(END), None)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [END])
+            os.kill(os.getpid(), END)
         if self._reason is None:
             self._reason = signal.Signals(number).name
 
@@ -100,26 +97,16 @@ def stop_listener(stop_json: Path, rank: int, environment: Mapping[str, str] = o
 
 def read_reason(stop_json: Path) -> str | None:
     """Return why a stop is wanted; None if there is no such file."""
+    document = None
     try:
-        text = stop_json.read_text(errors="replace")
-    except FileNotFoundError:
-        return None
+        document = json.loads(stop_json.read_text(errors="replace"))
     except OSError:
-        return None  # the file system may be back at the next poll
-    try:
-        document = json.loads(text)
+        return None  # if it is the file system, that may be back at the next poll
     except ValueError:
-        document = None
+        pass  # what asks is that there is a file
     reason = document.get("reason") if isinstance(document, dict) else None
     return " ".join(str(reason or stop_json.name).split())
 
 
 def _ignore(number: int, frame: object) -> None:
     """Replace the default action, which would end the process if an older thread receives the signal."""
-
-
-def _kill_self(number: signal.Signals) -> None:
-    """End this process by a signal's default action; `signal.signal` works in the main thread only."""
-    ctypes.CDLL(None).signal(int(number), None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    os.kill(os.getpid(), number)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import json
 import logging
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gems.engine.supervision.failure import DUMP_S, ensure_exit, report_failure
+from gems.engine.supervision.failure import DUMP_S, ensure_exit, rank_facts, report_failure
 from gems.engine.transport.polling import WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
@@ -89,10 +90,9 @@ class RankHeartbeats(Mapping[int, Beat]):
 
     def __getitem__(self, rank: int) -> Beat:
         if rank not in self._read:
-            try:
+            self._read[rank] = None
+            with contextlib.suppress(OSError, ValueError):
                 self._read[rank] = read_beat(self._folder.heartbeat(rank))
-            except (OSError, ValueError):
-                self._read[rank] = None
         beat = self._read[rank]
         if beat is None:
             raise KeyError(rank)
@@ -110,17 +110,7 @@ class RankHeartbeats(Mapping[int, Beat]):
 
 
 class Watchdog:
-    """Watches over one rank while the block runs.
-
-    Args:
-        folder: the run's.
-        rank: this one, of the world.
-        num_ranks: of the world.
-        heartbeat: this rank's.
-        hang_timeout_s: the longest an action may take, and a wait without progress.
-        peers: the ranks of this node, including this one.
-        wait_state: says what this rank waits for, and asks whether others make progress.
-    """
+    """Watches over one rank while the block runs; `peers` are the ranks of its node, including this one."""
 
     def __init__(
         self,
@@ -133,11 +123,9 @@ class Watchdog:
         wait_state: WaitState,
     ) -> None:
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
-        self._heartbeat, self._limit_s = heartbeat, hang_timeout_s
+        self._heartbeat, self._limit_s, self._wait_state = heartbeat, hang_timeout_s, wait_state
         self._peers = tuple(peers)
-        self._wait_state = wait_state
         self._checks_others = rank in sorted(peer.rank for peer in peers)[:NUM_CHECKING_RANKS]
-        self._schedule: Schedule | None = None
         self._main = threading.main_thread().ident or 0
         self._closing = threading.Event()
         self._ending = threading.Lock()  # whoever holds it reports the end: the main thread or the watchdog
@@ -149,7 +137,11 @@ class Watchdog:
         self._asked_s = -float("inf")
 
     def __enter__(self) -> Self:
-        self._stacks = self._open_stacks()
+        path = self._folder.stacks(self._rank)
+        self._stacks: Any = sys.stderr
+        with contextlib.suppress(OSError):  # opened now, since signal handlers cannot open files
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = io.FileIO(path, "w")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._arm()
         self._heartbeat.live()  # a rank that is stopped before the first tick has shown a sign of life too
@@ -169,8 +161,13 @@ class Watchdog:
         self._thread.join(2 * TICK_S)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        if error is None:
-            self._remove_empty()
+        if error is None and self._stacks is not sys.stderr:
+            path = self._folder.stacks(self._rank)
+            with contextlib.suppress(OSError):
+                self._stacks.close()
+                if path.stat().st_size == 0:
+                    path.unlink()
+                    path.parent.rmdir()
 
     def is_progressing(self) -> bool:
         """Return whether a rank that this one depends on, directly or through others, has begun anything in time.
@@ -190,7 +187,7 @@ class Watchdog:
             self._heartbeat.live("" if what is None else str(what), self._moved_ns)
             now_ns = time.time_ns()
             beats = RankHeartbeats(self._folder, self._num_ranks)
-            graph = WaitGraph(self._read_schedule(), beats, now_ns, self._silent_s)
+            graph = WaitGraph(self._schedule, beats, now_ns, self._silent_s)
             return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in graph.held_up_by(self._rank))
         except Exception as error:
             _log.warning("cannot find out which ranks make progress: %r", error)
@@ -254,20 +251,18 @@ class Watchdog:
         )
         error.waits_for = self._announce()
         frame = sys._current_frames().get(self._main)
-        lines = [line for part in traceback.format_stack(frame) for line in part.rstrip("\n").split("\n")]
+        lines = "".join(traceback.format_stack(frame)).rstrip("\n").split("\n")
         code = report_failure(self._folder, self._rank, error, lines)
         time.sleep(DUMP_S)
         os._exit(code)
 
     def _announce(self, raised: BaseException | None = None) -> str | None:
         """Write STALLED.json, if no rank has yet, and stacks; return who waits for whom, if this rank was the first."""
-        beat = self._heartbeat.last()
-        document: dict[str, Any] = {
-            "rank": self._rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
-            "action": beat.action if beat else "start", "waited_s": round(self._still_s, 1),
-            "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        }  # fmt: skip
-        is_first = self._claim(document)
+        document = rank_facts(self._rank, self._heartbeat.last()) | {"waited_s": round(self._still_s, 1)}
+        is_first = False
+        with contextlib.suppress(OSError), self._folder.stalled_json.open("x") as file:
+            is_first = True
+            json.dump(document, file)
         # read before the signals, which may wake up a rank that hangs
         beats = RankHeartbeats(self._folder, self._num_ranks).known() if is_first else {}
         now_ns = time.time_ns()
@@ -276,7 +271,7 @@ class Watchdog:
         if not is_first:
             return None
         try:
-            chain = waiting_chain(self._read_schedule(), beats, now_ns, self._silent_s)
+            chain = waiting_chain(self._schedule, beats, now_ns, self._silent_s)
             waits_for = chain.text(self._rank)
             roots = [asdict(root) | {"state": root.state.value} for root in chain.roots[:SHOWN_ROOTS]]
             more = {"waits_for": waits_for, "roots": roots, "cycle": list(chain.cycle)}
@@ -286,21 +281,8 @@ class Watchdog:
             _log.warning("cannot find out who waits for whom: %r", error)
             return None
 
-    def _claim(self, document: Mapping[str, Any]) -> bool:
-        """Create STALLED.json, and return whether this rank is the one that did."""
-        try:
-            fd = os.open(self._folder.stalled_json, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except OSError:
-            return False
-        with contextlib.suppress(OSError), open(fd, "w") as file:
-            json.dump(document, file)
-        return True
-
     def _check_others(self, now_s: float) -> None:
-        """Check whether another rank has found a hang.
-
-        If so, write stacks here, and end this process some time later.
-        """
+        """If another rank has found a hang, write stacks here, and end this process some time later."""
         if self._seen_s is None:
             if not self._ending.locked() and self._folder.stalled_json.exists():
                 self._seen_s = now_s
@@ -327,26 +309,6 @@ class Watchdog:
         if not self._ending.locked():
             faulthandler.dump_traceback_later(self._limit_s * 1.25 + LATE_S, file=self._stacks)
 
-    def _open_stacks(self) -> Any:
-        path = self._folder.stacks(self._rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return io.FileIO(path, "w")  # now, since signal handlers cannot open files
-        except OSError:
-            return sys.stderr
-
-    def _remove_empty(self) -> None:
-        """Remove the file of stacks if it is empty."""
-        path = self._folder.stacks(self._rank)
-        if self._stacks is sys.stderr:
-            return
-        with contextlib.suppress(OSError):
-            self._stacks.close()
-            if path.stat().st_size == 0:
-                path.unlink()
-                path.parent.rmdir()
-
-    def _read_schedule(self) -> Schedule:
-        if self._schedule is None:
-            self._schedule = self._folder.read_schedule()
-        return self._schedule
+    @functools.cached_property
+    def _schedule(self) -> Schedule:
+        return self._folder.read_schedule()

@@ -30,10 +30,6 @@ def mpich_settings(library: str, environment: Mapping[str, str]) -> dict[str, st
     MPICH 5's UCX transport publishes each rank's address as the 4096 bytes of memory that begin with it, packed by runs
     of equal bytes, in lines of up to 1100 characters; SLURM's pmi2 plugin reads at most 1024 characters of a line. So
     MPI starts or hangs depending on the memory after the address. The OFI transport publishes the address alone.
-
-    Args:
-        library: MPI's own description, as from MPI_Get_library_version.
-        environment: of this process.
     """
     is_by_slurm = "PMI_FD" in environment and environment.get("SLURM_MPI_TYPE") == "pmi2"
     version = re.match(r"MPICH Version:\s*(\d+)\.", library)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 import mpi4py
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from gems.engine.transport.environment import mpich_settings
 from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
@@ -32,30 +35,7 @@ PersistentRequest = MPI.Prequest
 TYPES = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
 
 
-class Data(Protocol):
-    """The part of a tensor's interface that sending needs, on the host or on a device that MPI knows."""
-
-    def data_ptr(self) -> int:
-        """Return the address of the first byte."""
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-
-    def element_size(self) -> int:
-        """Return the bytes of one element."""
-
-    def is_contiguous(self) -> bool:
-        """Return whether the elements are in order and without gaps."""
-
-    def stride(self) -> Sequence[int]:
-        """Return the steps between elements."""
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the elements."""
-
-
-Sendable = Data | np.ndarray
+Sendable = Union["torch.Tensor", np.ndarray]  # on the host, or on a device that MPI knows
 T = TypeVar("T")
 
 
@@ -87,8 +67,7 @@ def library() -> str:
 def thread_level() -> str:
     """Return which threads may call this MPI: single, funneled, serialized or multiple."""
     levels = ("single", "funneled", "serialized", "multiple")
-    known = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
-    return levels[known.index(MPI.Query_thread())]
+    return next(level for level in levels if getattr(MPI, f"THREAD_{level.upper()}") == MPI.Query_thread())
 
 
 class Transport:
@@ -168,13 +147,8 @@ class Transport:
         Raises:
             StalledError: they did not within the hang timeout.
         """
-
-        def is_empty() -> bool:
-            self.poll()
-            return not self._outgoing
-
         if self._outgoing:
-            self._wait_until(is_empty, "sends to leave")
+            self._wait_until(lambda: not self._outgoing, "sends to leave")
 
     def sum_in_place(self, tensor: Sendable) -> None:
         """Sum a contiguous float32 or float64 tensor on the host over all ranks, in place.
@@ -222,19 +196,15 @@ class Transport:
         self.drain()
         return seconds
 
-    def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
-        begin = time.perf_counter()
-        spin_until, deadline = begin + self._spin_s, begin + self._hang_timeout_s
-        self._wait_state.begin(what)
-        while not is_done():
-            now = time.perf_counter()
-            if now > deadline:
-                deadline = now + self._wait_state.extension_s(begin, self._hang_timeout_s, what, f"rank {self.rank} ")
-            if now > spin_until:
-                time.sleep(self._sleep_s)
+    def _wait_until(self, is_done: Callable[[], object], what: object) -> None:
+        def is_done_after_poll() -> object:
             if self._outgoing:
                 self.poll()
-        self._wait_state.end()
+            return is_done()
+
+        self._wait_state.wait_until(
+            is_done_after_poll, what, self._hang_timeout_s, self._sleep_s, self._spin_s, f"rank {self.rank} "
+        )
 
     def close(self) -> None:
         """Free the duplicated communicator; collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import MessageTags
-from gems.engine.transport.mpi import Comm, Transport
-from gems.engine.transport.polling import SPIN_S, WaitState
+from gems.engine.transport.mpi import Transport
 from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
@@ -33,29 +33,6 @@ class _Transfer:
     num_bytes: int
 
 
-@dataclass(slots=True)
-class _PostedReceive:
-    tensors: list[torch.Tensor]
-    requests: list[Any]
-    posted_ns: int
-
-
-class _SendCompletion:
-    """Counts the tensors of a send that have left, and records the transfer after the last one."""
-
-    __slots__ = ("_action", "_num_bytes", "_num_left", "_recorder", "posted_ns")
-
-    def __init__(self, recorder: Recorder, action: Action, num_bytes: int, num_tensors: int) -> None:
-        self._recorder, self._action, self._num_bytes, self._num_left = recorder, action, num_bytes, num_tensors
-        self.posted_ns = 0
-
-    def __call__(self) -> None:
-        self._num_left -= 1
-        if not self._num_left:
-            self._recorder.count_bytes(-self._num_bytes)
-            self._recorder.transfer(self._action, self.posted_ns, self._num_bytes)
-
-
 class P2PChannels:
     """Posts the sends and receives of one rank, and waits for data."""
 
@@ -70,68 +47,61 @@ class P2PChannels:
     ) -> None:
         """Look up peers, tags and sizes, once for all steps.
 
-        Args:
-            schedule: lowered.
-            rank: in the pipeline.
-            boundaries: output tensors of each stage; gradients of those of a floating-point type travel back.
-            transports: one per direction.
-            staging: moves data between the device and MPI's buffers.
-            recorder: gets bytes and events.
+        `boundaries` are the output tensors of each stage; gradients of those of a floating-point type travel back.
+        There is a transport for each direction.
 
         Raises:
             ConfigError: this MPI has too few tags for the messages of a step.
         """
-        self.schedule = schedule
         self._boundaries = boundaries
         self._transports = transports
         self._staging = staging
         self._recorder = recorder
-        self._receives: dict[Action, _PostedReceive] = {}
+        self._receives: dict[Action, tuple[list[torch.Tensor], list[Any], int]] = {}
         size = max((len(boundary) for boundary in boundaries), default=1)
         tags = MessageTags(schedule, size, transports[0].max_tag)
-        self._transfers = {
-            action: self._transfer(action, tags)
-            for action in schedule.rows[rank]
-            if action.kind in SEND_KINDS | RECV_KINDS
-        }
-
-    def _transfer(self, action: Action, tags: MessageTags) -> _Transfer:
-        specs = self._boundaries[boundary_of(action)]
-        if action.kind in (Kind.SEND_B, Kind.RECV_B):
-            specs = with_gradient(specs)
-        num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-        transport = self._transports[action.direction]
-        return _Transfer(transport, tags.peer(action), specs, tags.tags(action, len(specs)), num_bytes)
+        self._transfers: dict[Action, _Transfer] = {}
+        for action in schedule.rows[rank]:
+            if action.kind in SEND_KINDS | RECV_KINDS:
+                specs = boundaries[boundary_of(action)]
+                if action.kind in (Kind.SEND_B, Kind.RECV_B):
+                    specs = with_gradient(specs)
+                num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+                peer, numbers = tags.peer(action), tags.tags(action, len(specs))
+                self._transfers[action] = _Transfer(transports[action.direction], peer, specs, numbers, num_bytes)
 
     def post_receive(self, action: Action) -> None:
         """Post the buffers of a RECV_F or RECV_B."""
         transfer = self._transfers[action]
-        posted_ns = self._recorder.now()
+        posted_ns = time.perf_counter_ns()
         buffers = [self._staging.borrow(spec) for spec in transfer.specs]
         receive, peer = transfer.transport.receive, transfer.peer
         requests = [receive(buffer, peer, tag) for buffer, tag in zip(buffers, transfer.tags, strict=True)]
         self._recorder.count_bytes(transfer.num_bytes)
-        self._receives[action] = _PostedReceive(buffers, requests, posted_ns)
+        self._receives[action] = (buffers, requests, posted_ns)
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
-        """Wait for a posted receive and return its tensors, on the rank's device.
-
-        Raises:
-            StalledError: nothing came within the hang timeout.
-        """
-        transfer, receive = self._transfers[action], self._receives.pop(action)
-        for request in receive.requests:
+        """Wait for a posted receive and return its tensors, on the rank's device."""
+        transfer, (buffers, requests, posted_ns) = self._transfers[action], self._receives.pop(action)
+        for request in requests:
             transfer.transport.wait(request, action)
-        self._recorder.transfer(action, receive.posted_ns, transfer.num_bytes)
-        return tuple(self._staging.to_device(buffer) for buffer in receive.tensors)
+        self._recorder.transfer(action, posted_ns, transfer.num_bytes)
+        return tuple(self._staging.to_device(buffer) for buffer in buffers)
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
-        transfer = self._transfers[action]
-        completion = _SendCompletion(self._recorder, action, transfer.num_bytes, len(tensors))
+        transfer, num_left = self._transfers[action], len(tensors)
+
+        def end() -> None:  # of one tensor; the last one ends the transfer
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                self._recorder.count_bytes(-transfer.num_bytes)
+                self._recorder.transfer(action, posted_ns, transfer.num_bytes)
+
         self._recorder.count_bytes(transfer.num_bytes)
-        ready = [self._staging.to_host(tensor, completion) for tensor in tensors]
-        completion.posted_ns = self._recorder.now()  # on a GPU not before the tensors have been computed
+        ready = [self._staging.to_host(tensor, end) for tensor in tensors]
+        posted_ns = time.perf_counter_ns()  # on a GPU not before the tensors have been computed
         for (buffer, done), tag in zip(ready, transfer.tags, strict=True):
             transfer.transport.send(buffer, transfer.peer, tag, done)
 
@@ -158,14 +128,3 @@ class P2PChannels:
 def with_gradient(boundary: Boundary) -> Boundary:
     """Return the tensors of a boundary that have a gradient: those of a floating-point type."""
     return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
-
-
-def open_transports(
-    pipeline: Comm,
-    num_directions: int,
-    hang_timeout_s: float,
-    spin_s: float = SPIN_S,
-    wait_state: WaitState | None = None,
-) -> list[Transport]:
-    """Open a transport, with a communicator of its own, for each direction; collective over the pipeline."""
-    return [Transport(pipeline, hang_timeout_s, spin_s, wait_state=wait_state) for _ in range(num_directions)]

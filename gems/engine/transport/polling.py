@@ -24,39 +24,48 @@ _PR_SET_TIMERSLACK = 29
 
 
 class WaitState:
-    """What this rank waits for now: written by whoever waits, read by the rank's watchdog."""
+    """What this rank waits for now: written by whoever waits, read by the rank's watchdog.
+
+    Attributes:
+        what: None while the rank works; left after a wait that failed, since the rank still waits then.
+        count: of the waits that have begun.
+        is_progressing: asked when a wait has timed out: has a rank that this one depends on begun anything in time?
+    """
 
     __slots__ = ("count", "is_progressing", "what")
 
     def __init__(self) -> None:
-        self.what: object = None  # None while the rank works
-        self.count = 0  # of the waits that have begun
-        # Asked when a wait has timed out: has a rank that this one depends on begun anything within the timeout?
-        self.is_progressing: Callable[[], bool] = _unknown
+        self.what: object = None
+        self.count = 0
+        self.is_progressing: Callable[[], bool] = lambda: False
 
-    def begin(self, what: object) -> None:
-        """Record that this rank waits for `what`."""
-        self.count += 1
-        self.what = what
-
-    def end(self) -> None:
-        """Record that the wait has ended; not called if it failed, since the rank still waits then."""
-        self.what = None
-
-    def extension_s(self, begin_s: float, hang_timeout_s: float, what: object, who: str = "") -> float:
-        """Return by how many seconds to extend a wait for `what` that began at `begin_s` and has timed out.
+    def wait_until(
+        self,
+        is_done: Callable[[], object],
+        what: object,
+        hang_timeout_s: float,
+        sleep_s: float,
+        spin_s: float = 0.0,
+        who: str = "",
+    ) -> None:
+        """Wait until `is_done` returns true: spin for `spin_s`, then sleep `sleep_s` between calls.
 
         Raises:
-            StalledError: no rank that this one depends on makes progress.
+            StalledError: it did not within the hang timeout, and no rank that this one depends on makes progress.
         """
-        if not self.is_progressing():
-            waited_s = max(hang_timeout_s, math.floor(time.perf_counter() - begin_s))
-            raise StalledError(f"{who}waited {waited_s:g} s for {what}")
-        return min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
-
-
-def _unknown() -> bool:
-    return False
+        begin_s = time.perf_counter()
+        spin_until_s, deadline_s = begin_s + spin_s, begin_s + hang_timeout_s
+        self.count += 1
+        self.what = what
+        while not is_done():
+            now_s = time.perf_counter()
+            if now_s > deadline_s:
+                if not self.is_progressing():
+                    raise StalledError(f"{who}waited {max(hang_timeout_s, math.floor(now_s - begin_s)):g} s for {what}")
+                deadline_s = time.perf_counter() + min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
+            if now_s > spin_until_s:
+                time.sleep(sleep_s)
+        self.what = None
 
 
 class Waiter:
@@ -87,23 +96,15 @@ class Waiter:
                 time.sleep(min(left_s - self._spin_margin_s, TIMED_WAIT_FACTOR * self._poll_interval_s))
 
     def wait_until(self, is_done: Callable[[], bool], what: object) -> None:
-        """Wait until `is_done` returns True.
+        """Wait until `is_done` returns True; see `WaitState.wait_until`."""
 
-        Raises:
-            StalledError: it did not within the hang timeout, and no rank that this one depends on makes progress.
-        """
-        begin_s = time.perf_counter()
-        deadline_s = begin_s + self._hang_timeout_s
-        self._wait_state.begin(what)
-        while not is_done():
-            self._poll()
+        def is_done_after_poll() -> bool:
             if is_done():
-                break
-            if time.perf_counter() > deadline_s:
-                extension_s = self._wait_state.extension_s(begin_s, self._hang_timeout_s, what)
-                deadline_s = time.perf_counter() + extension_s
-            time.sleep(self._poll_interval_s)
-        self._wait_state.end()
+                return True
+            self._poll()
+            return is_done()
+
+        self._wait_state.wait_until(is_done_after_poll, what, self._hang_timeout_s, self._poll_interval_s)
 
 
 def poll_interval_s(num_ranks_here: int) -> float:

@@ -69,7 +69,12 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
             "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
         )  # fmt: skip
     transport = Transport(comm, hang_timeout_s=HANG_TIMEOUT_S)
-    ranks = comm.gather({"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()})
+    gpu = None
+    if device is not None:
+        import torch
+
+        gpu = {"name": torch.cuda.get_device_name(device), "index": device.index, "visible": torch.cuda.device_count()}
+    ranks = comm.gather({"node": os.uname().nodename, "gpu": gpu, "sees_folder": result.parent.is_dir()})
     document: dict[str, Any] = {
         "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,
         "takes_device_memory": gpu_support(), "device_message": NO_GPU, "host": _measure(transport, _host_data),
@@ -77,19 +82,16 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
     }  # fmt: skip
     if device is not None and all(comm.allgather(device is not None)):
         document["device_message"] = TRYING
-        _write(result, comm, document)
+        if comm.rank == 0:
+            write_json(result, document)
         comm.Barrier()
         document |= _try_device(transport, comm, device)
     comm.Barrier()  # the other rank has no error either
     document["wall_s"] = time.perf_counter() - begin
     document["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
-    _write(result, comm, document)
-    transport.close()
-
-
-def _write(result: Path, comm: Comm, document: dict[str, Any]) -> None:
     if comm.rank == 0:
         write_json(result, document)
+    transport.close()
 
 
 def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
@@ -102,22 +104,13 @@ def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
     return None if device.type == "cpu" else device
 
 
-def _gpu(device: torch.device | None) -> dict[str, Any] | None:
-    """Describe the GPU of a rank."""
-    if device is None:
-        return None
-    import torch
-
-    return {"name": torch.cuda.get_device_name(device), "index": device.index, "visible": torch.cuda.device_count()}
-
-
 def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[str, Any]:
     """Run the engine's own test of messages from device memory, and measure them if it passes."""
     import torch
 
-    from gems.engine.transport.staging import Direct, open_staging
+    from gems.engine.transport.staging import open_staging
 
-    if not isinstance(open_staging("auto", device, comm), Direct):
+    if not open_staging("auto", device, comm).is_direct:
         return {"device_message": STAGED}
 
     def data(num_bytes: int, seed: int) -> torch.Tensor:
@@ -143,11 +136,8 @@ def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str,
     """
     small_s = _half_trip_s(transport, data, SMALL_BYTES, SMALL_TIMES)
     large_s = _half_trip_s(transport, data, LARGE_BYTES, LARGE_TIMES)
-    return {
-        "latency_s": small_s,
-        "bytes_per_s": (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-12),
-        "message_bytes": LARGE_BYTES,
-    }
+    bytes_per_s = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-12)
+    return {"latency_s": small_s, "bytes_per_s": bytes_per_s, "message_bytes": LARGE_BYTES}
 
 
 def _half_trip_s(transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int) -> float:

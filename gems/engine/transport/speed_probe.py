@@ -105,7 +105,7 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
 
 
 def _trip(transport: Transport, num_bytes: int) -> float:
-    """Return the seconds of a round trip."""
+    """Return the seconds of a round trip through new memory."""
     return transport.round_trip_s(np.zeros(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -12,22 +12,6 @@ from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 
 Done = Callable[[], None]
-
-
-class Staging(Protocol):
-    """Lends buffers for messages, and moves data between them and the device."""
-
-    def borrow(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a contiguous buffer to receive into."""
-
-    def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return what arrived in `buffer` as a tensor on the rank's device."""
-
-    def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Return a contiguous buffer with the tensor's data, ready to be sent, and what to call once it has left."""
-
-    def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take back tensors from `to_device` that nothing reads any more."""
 
 
 class _Pool:
@@ -45,61 +29,43 @@ class _Pool:
         self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
 
-class Direct:
-    """MPI reads and writes the device's own memory: always on a CPU, on a GPU if MPI supports it."""
+class Staging:
+    """Lends buffers for messages, and moves data between them and the device.
 
-    def __init__(self, device: torch.device) -> None:
+    If `is_direct`, MPI reads and writes the device's own memory: always on a CPU, on a GPU if MPI supports it.
+    Otherwise data goes through pinned host memory, which works with every MPI.
+    """
+
+    def __init__(self, device: torch.device, is_direct: bool = True) -> None:
+        self.is_direct = is_direct
         self._device = device
-        self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        where: dict[str, Any] = {"device": device} if is_direct else {"pin_memory": True}
+        self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, **where))
 
     def borrow(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a buffer on the device."""
-        self._synchronize()
+        """Return a contiguous buffer to receive into."""
+        if self.is_direct:
+            self._synchronize()
         return self._pool.borrow(spec.shape, spec.dtype)
 
     def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the buffer itself."""
-        return buffer
-
-    def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Return the tensor itself, made contiguous, once the device has computed it."""
-        ready = tensor.detach().contiguous()
-        self._synchronize()
-        return ready, done
-
-    def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the buffers for the next receive."""
-        for tensor in tensors:
-            self._pool.release(tensor.detach())
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-
-class HostStaged:
-    """Data goes through pinned host memory, which works with every MPI."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True))
-
-    def borrow(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a pinned host buffer."""
-        return self._pool.borrow(spec.shape, spec.dtype)
-
-    def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Copy the buffer to the device, and release it."""
+        """Return what arrived in `buffer` as a tensor on the rank's device; a pinned buffer is released."""
+        if self.is_direct:
+            return buffer
         tensor = buffer.to(self._device, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        self._synchronize()
         self._pool.release(buffer)
         return tensor
 
     def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Copy the tensor to a pinned buffer, which is released once it has left."""
+        """Return a contiguous buffer with the tensor's data, ready to be sent, and what to call once it has left."""
+        if self.is_direct:
+            ready = tensor.detach().contiguous()
+            self._synchronize()
+            return ready, done
         buffer = self._pool.borrow(tensor.shape, tensor.dtype)
         buffer.copy_(tensor.detach(), non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        self._synchronize()
 
         def release_then_done() -> None:
             self._pool.release(buffer)
@@ -108,30 +74,33 @@ class HostStaged:
         return buffer, release_then_done
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leave the device tensors to torch's allocator."""
+        """Take back tensors from `to_device` that nothing reads any more, for the next receive."""
+        for tensor in tensors if self.is_direct else ():  # the others are torch's allocator's
+            self._pool.release(tensor.detach())
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
-    """Return the staging of a device; collective over `comm`.
+    """Return the staging of a device; collective over `comm`, the communicator of all ranks.
 
-    Args:
-        wanted: `host` stages through pinned memory, `gpu` gives MPI device pointers, `auto` does so if the library
-            claims to take them and real messages arrive correctly on every rank.
-        device: the rank's.
-        comm: of all ranks.
+    `host` stages through pinned memory, `gpu` gives MPI device pointers, `auto` does so if the library claims to take
+    them and real messages arrive correctly on every rank.
 
     Raises:
         ConfigError: machine.transport=gpu, and the library or the test refuses it.
     """
     if device.type == "cpu":
-        return Direct(device)
+        return Staging(device)
     works = wanted != "host" and all(comm.allgather(gpu_support())) and _self_test(device, comm)
     if wanted == "gpu" and not works:
         raise ConfigError(
             "machine.transport", "gpu", "this MPI did not pass the test with device memory",
             "use machine.transport=host",
         )  # fmt: skip
-    return Direct(device) if works else HostStaged(device)
+    return Staging(device, is_direct=works)
 
 
 def _self_test(device: torch.device, comm: Comm) -> bool:

@@ -1,0 +1,64 @@
+"""The storages behind tensors: their bytes, their addresses, and changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each storage counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages of tensors."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def new_bytes(tensors: Iterable[Tensor], known: set[int]) -> int:
+    """Return the bytes of the storages of tensors, without those whose addresses are in `known`."""
+    return tensor_bytes(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in known)
+
+
+def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
+    """Return the tensor.
+
+    Raises:
+        RuntimeError: it was changed in place since it had that version.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{what}: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+            f"(version {tensor._version}, expected {version})"
+        )
+    return tensor
+
+
+class StashMeter(torch.autograd.graph.saved_tensors_hooks):
+    """Measures what autograd saves inside a `with` block: each storage once, without those of `known`."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self._known = storage_addresses(known)
+        self._saved: dict[int, int] = {}
+        # saved-tensor hooks switch off autograd's own check for changes in place
+        super().__init__(self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward"))
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._saved[storage.data_ptr()] = storage.nbytes()
+        return tensor, tensor._version
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the storages saved so far."""
+        return sum(self._saved.values())
