@@ -30,11 +30,6 @@ class StageModules:
         layers = layers_of(spec.model, spec.data)
         return cls(layers, boundaries, () if placement.feeders is None else operators_of(layers))
 
-    @property
-    def has_whole_layers(self) -> bool:
-        """Whether each layer is in one stage."""
-        return not self.operators
-
     def layer_names(self, stage: int) -> list[str]:
         """Return the names of the layers of which a stage has all, or a part."""
         if self.operators:

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
 from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter
@@ -142,7 +141,6 @@ def messages_to_itself() -> Schedule:
 
 def as_if_apart(monkeypatch, schedule: Schedule) -> None:
     """Make dependencies name receives, which between stages on one rank they do not."""
-    from gems.engine.emulation import channels as emulated_links
     from gems.engine.emulation import executor as emulated
     from gems.schedule.dependencies import dependencies
 
@@ -152,8 +150,7 @@ def as_if_apart(monkeypatch, schedule: Schedule) -> None:
             return dependencies(action, of)
         return (Action(receive[1], action.stage, action.micro_batch),)
 
-    for module in (emulated, emulated_links):
-        monkeypatch.setattr(module, "dependencies", through_messages)
+    monkeypatch.setattr(emulated, "dependencies", through_messages)
 
 
 def test_messages_have_their_size_and_their_data_is_waited_for(comm, monkeypatch):

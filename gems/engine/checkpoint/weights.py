@@ -78,7 +78,7 @@ def restore(pipeline: Pipeline, state: Weights) -> None:
     for key in pipeline.modules:
         for name, module in pipeline.named_layers(key):
             wanted = state[name]
-            if not pipeline.stage_modules.has_whole_layers:
+            if pipeline.stage_modules.operators:  # one of them may have a part of a layer
                 wanted = {tensor: value for tensor, value in wanted.items() if tensor in module.state_dict()}
             try:
                 module.load_state_dict(wanted)

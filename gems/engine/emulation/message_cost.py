@@ -6,8 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter, WaitState

@@ -13,8 +13,7 @@ import numpy as np
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.emulation.channels import EmulatedChannels
-from gems.engine.emulation.executor import EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
 from gems.engine.emulation.message_cost import measure_hop
 from gems.engine.step_loop import check_ranks, measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.recorder import Recorder

@@ -40,7 +40,15 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
     beat = _or_none(lambda: read_beat(folder.heartbeat(rank)))
     cause = describe_cause(error)
     with contextlib.suppress(Exception):  # first of all: the file system may be full or gone
-        _log_failure(beat, error, cause)
+        where = "before the first step (start)"
+        if beat is not None:
+            in_step = f"in step {beat.step}, action {beat.action}"
+            where = in_step if beat.step >= 0 else f"before the first step ({beat.action})"
+        if not isinstance(error, GemsError):
+            traceback.print_exception(error)
+        waits_for = getattr(error, "waits_for", None)
+        more = f"; {waits_for}" if waits_for else ""
+        _log.error("failed on node %s %s: %s%s", os.uname().nodename, where, cause, more)
     lines = (
         frames
         if frames is not None
@@ -112,18 +120,6 @@ def abort_all_ranks(code: int, wait_s: float = FLUSH_S) -> NoReturn:
 
         abort(code)
     os._exit(code)
-
-
-def _log_failure(beat: Beat | None, error: BaseException, cause: str) -> None:
-    where = "before the first step (start)"
-    if beat is not None:
-        in_step = f"in step {beat.step}, action {beat.action}"
-        where = in_step if beat.step >= 0 else f"before the first step ({beat.action})"
-    if not isinstance(error, GemsError):
-        traceback.print_exception(error)
-    waits_for = getattr(error, "waits_for", None)
-    more = f"; {waits_for}" if waits_for else ""
-    _log.error("failed on node %s %s: %s%s", os.uname().nodename, where, cause, more)
 
 
 def _device_bytes() -> tuple[int, int] | None:
