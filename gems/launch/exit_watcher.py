@@ -1,9 +1,9 @@
-"""The witness: notes when a rank's process ends, before its launcher can know.
+"""The exit watcher: records when a rank's process ends, before its launcher can know.
 
-MPICH's mpiexec kills the other ranks as soon as one is gone, by the same signal as may have ended that one, and
-reports the lowest of them, not the first. It learns of a death when the rank's connections close. A witness
-inherits these connections, waits for the rank's end and writes the note before it lets go of them: so the
-earliest note is that of the rank that ended by itself.
+MPICH's mpiexec kills the other ranks as soon as one is gone, by the same signal as may have ended that one, and reports
+the lowest of them, not the first. It learns of a death when the rank's connections close. A watcher inherits these
+connections, waits for the rank's end and writes the time before it closes them: so the earliest time is that of the
+rank that ended by itself.
 
 `python -m gems.launch.exit_watcher RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process number.
 """
@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 FOLDER = "witness"
-# No module of ours, and not the program's name: whoever looks for the ranks' processes shall not find this one.
+# neither a module of ours nor the program's name: a search for the ranks' processes shall not find this one
 PROGRAM = "import sys, time\nsys.stdin.buffer.read()\nopen(sys.argv[1], 'w').write(str(time.time_ns()))"
 
 
 def main(argv: list[str]) -> None:
-    """Start the witness of this process, if it is a rank of hydra's, and becomes the program."""
+    """Start the watcher of this process, if it is a rank of hydra's, and become the program."""
     run_folder, *program = argv
     rank = os.environ.get("PMI_RANK")
     if rank is not None and rank.isdecimal():

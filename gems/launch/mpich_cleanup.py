@@ -13,11 +13,11 @@ MIN_AGE_S = 2.0
 
 
 def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE_S) -> list[Path]:
-    """Remove MPICH's shared-memory files of this user that no process maps; gives what it removed.
+    """Remove MPICH's shared-memory files of this user that no process maps, and return their paths.
 
-    MPICH leaves them behind when ranks are killed and names them by SLURM's job and step: a requeued job on
-    the same node attaches to the old file and hangs. Files that live processes map, or that may just have
-    been made (younger than `min_age_s`), are another run's and stay.
+    They are left when ranks are killed, and named by SLURM's job and step: a requeued job on the same node attaches to
+    the old file and hangs. Files that processes map, or that may have just been made (younger than `min_age_s`), are
+    another run's and stay.
     """
     now_s = time.time()
     stale = []
@@ -39,11 +39,7 @@ def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE
 
 
 def _mapped_by_own_processes() -> set[str]:
-    """Return every file that a process of this user maps.
-
-    A process that hides its memory is taken for no rank: to lose the name of a file that it has mapped
-    already would not harm it.
-    """
+    # a process that hides its memory is no rank, and losing the name of a file that it has mapped would not harm it
     mapped: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
