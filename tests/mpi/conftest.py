@@ -29,7 +29,7 @@ def comm() -> Comm:
 
 @pytest.fixture(scope="session")
 def control(comm: Comm) -> Transport:
-    return Transport(comm, hang_timeout_s=200)
+    return Transport(comm, hang_timeout_s=200, sleep_s=0.002)  # idle ranks leave the cores to others
 
 
 @pytest.fixture(autouse=True)
