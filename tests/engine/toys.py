@@ -57,7 +57,7 @@ class Mix(nn.Module):
 
 
 class Join(nn.Module):
-    """Gives logits from what Mix handed on."""
+    """Logits from what Mix passed on."""
 
     def __init__(self, in_features: int, width: int, num_classes: int) -> None:
         super().__init__()

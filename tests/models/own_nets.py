@@ -31,7 +31,7 @@ class Cell(nn.Module):
 
 
 class Twice(nn.Module):
-    """Gives its map twice."""
+    """A block that returns its map twice."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
