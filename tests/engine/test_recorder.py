@@ -49,6 +49,16 @@ def test_rows_name_the_action_and_what_was_held():
     assert start == backward["start_ns"] <= backward["end_ns"] <= step["end_ns"]
 
 
+def test_what_a_broken_step_has_done_is_in_the_part_already():
+    part = ListPart()
+    recorder = Recorder(part, CPU)
+    recorder.begin_step(0)
+    start = recorder.timestamp()
+    recorder.compute(Action(Kind.F, 0, 0), start)
+    recorder.transfer(Action(Kind.SEND_F, 0, 0), start, 8)
+    assert [KINDS[row["kind"]] for row in as_dicts(part.rows)] == ["F", "SEND_F"]
+
+
 def test_waiting_for_input_is_of_a_step_or_of_a_forward():
     part = ListPart(5)
     recorder = Recorder(part, CPU)
@@ -132,7 +142,7 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     recorder.count_bytes(10**9)  # counts for nothing: torch's allocator is asked
     recorder.transfer(Action(Kind.SEND_F, 0, 0), base_ns, 8)
     recorder.end_step()
-    forward, link = as_dicts(part.rows)
+    link, forward = as_dicts(part.rows)
     assert forward["start_ns"] - base_ns == 1_500_000 and forward["end_ns"] - base_ns == 4_000_000
     assert (forward["device_bytes"], link["device_bytes"]) == (111, 222)
     assert link["start_ns"] == base_ns <= link["end_ns"]

@@ -51,7 +51,7 @@ class EventSink(Protocol):
 
 
 class Recorder:
-    """Keeps the events of a step in memory, and writes them when it ends.
+    """Writes the events of a rank to its part of the trace, at once if they have times of the host's clock.
 
     Compute on a GPU is timed by CUDA events, read at the end of the step and converted to the host's clock by one
     event of known time.
@@ -110,9 +110,13 @@ class Recorder:
         self.span(action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes)
 
     def span(self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0) -> None:
-        """Record an action between two timestamps, which a GPU may not have reached yet."""
+        """Record an action between two timestamps; those of a GPU, which it may not have reached yet, with the step."""
         if self.is_on:
-            self._spans.append((action, stream, start, end, moved_bytes, self._device_bytes(), self._host_bytes))
+            row = (action, stream, start, end, moved_bytes, self._device_bytes(), self._host_bytes)
+            if isinstance(start, int):
+                self._write(*row)
+            else:
+                self._spans.append(row)
 
     def waited(self, step: int, start_ns: int, end_ns: int, read: Action | None = None) -> None:
         """Record a wait for input: that of the forward `read`, or of the whole step if there is none."""
@@ -124,25 +128,26 @@ class Recorder:
             self._part.add("events", (self._part.rank, step, *place, start_ns, end_ns, 0, *held))
 
     def end_step(self) -> None:
-        """Write the events of the step to the trace part."""
+        """Write the events of the step that are not in the trace part yet."""
         self.synchronize()
-        part, spans, self._spans = self._part, self._spans, []
-        if part is None:
-            return
+        spans, self._spans = self._spans, []
         for action, stream, start, end, *counted in spans:
-            kind, stage, micro_batch, direction, segment = action
-            place = (
-                _CODES[kind.value], stage, -1 if segment is None else segment, direction,
-                -1 if micro_batch is None else micro_batch, stream,
-            )  # fmt: skip
-            part.add("events", (part.rank, self.step, *place, self._ns(start), self._ns(end), *counted))
+            self._write(action, stream, self._ns(start), self._ns(end), *counted)
+
+    def _write(self, action: Action, stream: int, start_ns: int, end_ns: int, *counted: int) -> None:
+        if self._part is None:
+            return
+        kind, stage, micro_batch, direction, segment = action
+        place = (
+            _CODES[kind.value], stage, -1 if segment is None else segment, direction,
+            -1 if micro_batch is None else micro_batch, stream,
+        )  # fmt: skip
+        self._part.add("events", (self._part.rank, self.step, *place, start_ns, end_ns, *counted))
 
     def _device_bytes(self) -> int:
         return self.memory.held_bytes if self._cuda is None else int(self._cuda.memory_allocated(self._device))
 
     def _ns(self, timestamp: Timestamp) -> int:
-        if isinstance(timestamp, int):
-            return timestamp
         assert self._base is not None
         event, host_ns = self._base
         return int(host_ns + round(event.elapsed_time(timestamp) * 1e6))
