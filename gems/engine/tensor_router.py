@@ -52,6 +52,11 @@ class TensorRouter:
             if source is not None and source.stage == action.stage and source.kind not in RECV_KINDS
         }
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way, or borrowed."""
+        return not self._out and not self._borrowed
+
     def stays_in_stage(self, action: Action) -> bool:
         """Return whether what an action makes goes to another segment of its stage."""
         return action in self._stays

@@ -92,7 +92,7 @@ def assert_same_bits(ours: Rig, theirs: Rig) -> None:
 def assert_nothing_left(rig: Rig) -> None:
     """No byte on the device or the host, and no micro-batch in flight."""
     assert rig.memory.held_bytes == rig.executor.activations.held_bytes == 0
-    assert not rig.executor.router._out and not rig.executor.router._borrowed
+    assert rig.executor.router.is_empty
     assert rig.executor.router.between_segments.held_bytes == rig.executor.router.between_stages.held_bytes == 0
     if rig.segments is not None:
         assert rig.segments.store.on_host.held_bytes == rig.segments.pool.used_bytes == 0

@@ -207,7 +207,7 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
     with pytest.raises(RuntimeError, match="on purpose"):
         rig.run(Batch(images, labels))
     assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
-    assert not rig.executor.router._out and not rig.executor.router._borrowed
+    assert rig.executor.router.is_empty
     assert rig.executor.activations.held_bytes == rig.executor.router.between_stages.held_bytes == 0
     assert rig.memory.held_bytes == 0
     # a later step is as the first one would have been

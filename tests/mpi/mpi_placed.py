@@ -77,9 +77,9 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     held = [_step(pipeline, loader, step) for step in range(2)]
     assert held[0] == held[1]
     router = pipeline.train.router
-    assert not router._out and router.between_stages.held_bytes == 0 and router.between_stages.peak_bytes > 0
+    assert router.is_empty and router.between_stages.held_bytes == 0 and router.between_stages.peak_bytes > 0
     accuracy = evaluate(pipeline, loader, (2, 2, 1))
-    assert not pipeline.evaluate.router._out and pipeline.evaluate.router.between_stages.held_bytes == 0
+    assert pipeline.evaluate.router.is_empty and pipeline.evaluate.router.between_stages.held_bytes == 0
     loader.close()
     assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
     weights.save(pipeline, folder)
