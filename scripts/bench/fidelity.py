@@ -180,23 +180,34 @@ def real_rows(steps: int, overrides: list[str], facts: dict[str, Any], only: str
 
     cases = [case for case in HELD_OUT_REAL if only in case[0]]
     before, pairs, after = (list(map(both, each)) for each in (CALIBRATING_REAL, cases, CALIBRATING_REAL))
-    factor, pass_s = fit_slowdown([*before, *after])
-    facts["real_pace"] = {"factor": factor, "pass_s": pass_s} | {
-        when: [(factor * alone.step_s + pass_s * passes) / seen.step_s - 1 for alone, passes, seen in some]
+    slowdown = fit_slowdown([*before, *after])
+    facts["real_pace"] = slowdown._asdict() | {
+        when: [slowdown.step_s(alone, passes) / seen.step_s - 1 for alone, passes, seen in some]
         for when, some in (("before", before), ("after", after))
     }
     for (name, _), (alone, passes, seen) in zip(cases, pairs, strict=True):
-        yield compared("real", name, alone._replace(step_s=factor * alone.step_s + pass_s * passes), seen)
+        yield compared("real", name, alone._replace(step_s=slowdown.step_s(alone, passes)), seen)
 
 
-def fit_slowdown(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Fit how much longer compute takes in a run than in its profile: a factor, and host seconds of each layer's pass.
+class Slowdown(NamedTuple):
+    """How much longer compute takes in a run than in its profile: a factor, and host seconds of each layer's pass."""
+
+    factor: float
+    pass_s: float
+
+    def step_s(self, alone: Step, passes: float) -> float:
+        """Return the time of a step in a run."""
+        return self.factor * alone.step_s + self.pass_s * passes
+
+
+def fit_slowdown(pairs: Sequence[Pair]) -> Slowdown:
+    """Fit the slowdown that runs show.
 
     By least squares of relative errors; neither is below 0.
     """
     columns = np.array([[alone.step_s / seen.step_s, passes / seen.step_s] for alone, passes, seen in pairs])
     factor, pass_s = nnls(columns, np.ones(len(columns)))[0]
-    return float(factor), float(pass_s)
+    return Slowdown(float(factor), float(pass_s))
 
 
 def by_profile(spec: RunSpec, links: Calibration) -> tuple[Step, float]:

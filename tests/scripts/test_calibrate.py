@@ -116,8 +116,9 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
 
 def test_the_slowdown_of_runs_is_a_factor_and_host_time() -> None:
     alone = [(Step(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
-    found = fit_slowdown([(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
-    assert found == (pytest.approx(1.1), pytest.approx(0.001))
+    slowdown = fit_slowdown([(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
+    assert (slowdown.factor, slowdown.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
+    assert slowdown.step_s(*alone[0]) == pytest.approx(1.4)
 
 
 def test_errors_are_those_of_the_prediction() -> None:
