@@ -26,7 +26,7 @@ YAMLS = [
     "train: {steps: 1e40}",
     "name: null", 'name: "a\\0b"', 'name: "a\\nb"', 'runs_dir: "a\\0b"', "name: ${oops}", "name: ${name}",
     "seed: !!binary aGVsbG8=",
-    "seed: 2020-01-01", "train: {learning_rate: .nan}", "train: {learning_rate: .inf}",
+    "seed: 2020-01-01", "optimizer: {lr: .nan}", "optimizer: {lr: .inf}",
     "cluster: {environment: {A: [1]}}",
     'cluster: {python: "a\\0b"}', "cost: {times: {a: 1}}", "cost: {times: [[1]]}", "model: {target: 5}",
     "? {a: b}\n: c", "1: 2", "null: 3",

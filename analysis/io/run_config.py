@@ -77,7 +77,7 @@ def read_document(run_yaml: str) -> dict[str, Any]:
         raise ConfigError("run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(document, dict):
         raise ConfigError("run_yaml", type(document).__name__, "allowed: a mapping of configuration groups")
-    return document
+    return with_new_names(document)
 
 
 def read_section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
@@ -87,7 +87,7 @@ def read_section(document: dict[str, Any], name: str, section: type[Section]) ->
         ConfigError: the group is no mapping.
     """
     known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
-    values = with_new_names(name, _group(document, name))
+    values = _group(document, name)
     return section(**{key: value for key, value in values.items() if key in known})
 
 

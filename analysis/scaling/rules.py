@@ -158,7 +158,7 @@ def _summary(points: Sequence[Point]) -> Finding:
     return _failing(
         points,
         lambda point: not point.is_deterministic and not point.setting.num_warmup_steps,
-        "{} leave no warm-up step out; set train.warmup_steps",
+        "{} leave no warm-up step out; set benchmark.skip_steps",
     ) or _failing(
         points,
         lambda point: point.setting.clock_error_s > CLOCK_SHARE * point.step_median_s,

@@ -160,9 +160,9 @@ def _machine_checks(spec: RunSpec) -> Iterator[Check]:
 
 
 def _check_train(spec: RunSpec) -> None:
-    train, resume = spec.train, spec.train.resume
-    if train.warmup_steps >= train.steps:
-        raise ConfigError("train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}")
+    train, resume, skipped = spec.train, spec.train.resume, spec.benchmark.skip_steps
+    if skipped >= train.steps:
+        raise ConfigError("benchmark.skip_steps", skipped, f"must be below train.steps={train.steps}")
     if train.initial_checkpoint is not None:
         weights = ("checkpoint/stage*.pt", "stage*.pt")  # of a run's folder, or of that of the weights
         if not _has_any("train.initial_checkpoint", train.initial_checkpoint, weights):

@@ -18,7 +18,7 @@ MAX_INT = 2**63 - 1
 MIN_REAL, MAX_REAL = 1e-30, 1e30
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
 dict: "a mapping"}  # fmt: skip
-# Keys and values that have new names: an old one is refused with the new name, and still read from a run.yaml.
+# Keys and values with new names. Old ones are read from a run.yaml, and taken as overrides with one line of warning.
 RENAMED = {
     "cluster.ask_above_gpu_hours": "cluster.confirm_above_gpu_hours",
     "cluster.no_mem": "cluster.supports_mem_option",
@@ -33,9 +33,15 @@ RENAMED = {
     "memory.saving": "memory.target_reduction",
     "profile.whole": "profile.whole_model_peak",
     "schedule.allow": "schedule.memory_actions",
+    "train.dtype": "train.precision",
+    "train.learning_rate": "optimizer.lr",
+    "train.momentum": "optimizer.momentum",
+    "train.optimizer": "optimizer.name",
     "train.stall_limit_s": "train.hang_timeout_s",
+    "train.warmup_steps": "benchmark.skip_steps",
+    "train.weight_decay": "optimizer.weight_decay",
 }
-VALUES = {("memory.recompute", "cheap"): "selective"}
+VALUES = {("memory.recompute", "cheap"): "selective", ("train.dtype", "bfloat16"): "bf16_pure"}
 INVERTED = ("cluster.no_mem",)  # true of the old key is false of the new one
 
 
@@ -220,7 +226,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def build(schema: type[T], values: Any, key: str = "") -> T:
-    """Make a dataclass of a mapping as a file holds it, with the dataclasses in it; keys of old names are read.
+    """Make a dataclass of a mapping as a file holds it, with the dataclasses in it.
 
     Raises:
         ConfigError: no mapping, an unknown key, or a value of another type.
@@ -235,7 +241,7 @@ def _build(schema: type[T], values: Any, key: str) -> T:
         raise ConfigError(key, values, "must be a mapping of keys to values")
     hints, prefix = type_hints(cast(Any, schema)), f"{key}." if key else ""
     made = {}
-    for name, value in with_new_names(key, values).items():
+    for name, value in values.items():
         if name not in hints:
             raise ConfigError(f"{prefix}{name}", value, one_of(nearest(str(name), hints)))
         entry = get_args(hints[name])
@@ -258,11 +264,25 @@ def renamed_error(key: str, value: object) -> ConfigError | None:
     )
 
 
-def with_new_names(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of a run.yaml with old keys and values under their new names."""
-    found = {}
-    for name, value in values.items():
-        old = f"{section}.{name}"
-        value = VALUES.get((old, value), value) if isinstance(value, str) else value
-        found[RENAMED[old].partition(".")[2] if old in RENAMED else name] = not value if old in INVERTED else value
+def with_new_names(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run.yaml as a mapping of sections, with old keys and values under their new names."""
+    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
+    for (key, old_value), value in VALUES.items():
+        section, _, name = key.partition(".")
+        if isinstance(found.get(section), dict) and found[section].get(name) == old_value:
+            found[section][name] = value
+    for key, new_key in RENAMED.items():
+        section, _, name = key.partition(".")
+        if isinstance(found.get(section), dict) and name in found[section]:
+            value = found[section].pop(name)
+            new_section, _, new_name = new_key.partition(".")
+            found.setdefault(new_section, {})[new_name] = not value if key in INVERTED else value
     return found
+
+
+def renamed_word(key: str, value: str) -> tuple[str, str]:
+    """Return an override's key and value under their new names."""
+    value = VALUES.get((key, value), value)
+    if key in INVERTED:
+        value = {"true": "false", "false": "true"}.get(value.lower(), value)
+    return RENAMED.get(key, key), value

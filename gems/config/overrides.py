@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
-from gems.config.fields import keys, renamed_error
+from gems.config.fields import RENAMED, keys, renamed_error, renamed_word
+from gems.config.recipe import AUTO as AUTO_LOSS
+from gems.config.recipe import LOSSES, LR_SCHEDULERS, OPTIMIZERS
 from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
 from gems.config.schema import COSTS, PROFILES, RunSpec
 from gems.errors import ConfigError, nearest, one_of
@@ -28,8 +31,9 @@ IN_CONF = "(in conf/)"
 FILE, PACKAGE = "file://", "pkg://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
-FREE = re.compile(r"(cluster\.(environment|sbatch)|model\.kwargs)\.")  # mappings whose keys are the user's own
-KWARGS = re.compile(r"model\.kwargs[.=]")
+FREE = re.compile(r"(cluster\.(environment|sbatch)|\w+\.kwargs)\.")  # mappings whose keys are the user's own
+KWARGS = re.compile(r"\w+\.kwargs[.=]")
+_log = logging.getLogger(__name__)
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
@@ -45,9 +49,15 @@ def rewritten(words: Sequence[str]) -> list[str]:
 def hydra_word(override: str) -> str:
     """Return an override as Hydra takes it.
 
-    The key of a keyword argument of the user's own network may be new and gets a ++. A size becomes a plain number:
-    machine.device_bytes=16GB is 16000000000; a GiB is 2^30.
+    The key of a keyword argument of the user's own may be new and gets a ++. A size becomes a plain number:
+    machine.device_bytes=16GB is 16000000000; a GiB is 2^30. Hydra's `_target_` is our `target`. An old key is taken
+    under its new name, with one line of warning.
     """
+    given, equals, value = override.partition("=")
+    key, value = renamed_word(given.replace("._target_", ".target"), value)
+    if equals and given in RENAMED:
+        _log.warning("%s is now called %s: took %s=%s", given, key, key, value)
+    override = f"{key}{equals}{value}"
     if (found := SIZE.fullmatch(override)) is not None:
         override = f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
     return f"++{override}" if KWARGS.match(override) else override
@@ -72,6 +82,7 @@ def registered_options(group: str) -> Iterable[str]:
 REGISTERED: dict[str, Callable[[], Iterable[str]]] = {
     "schedule": lambda: (*FAMILIES, FROM_FILE, PLACED), "memory": lambda: POLICIES, "partition": lambda: METHODS,
     "data": lambda: DATASETS, "model": lambda: MODELS, "profile": lambda: PROFILES, "cost": lambda: COSTS,
+    "loss": lambda: (AUTO_LOSS, *LOSSES), "optimizer": lambda: OPTIMIZERS, "lr_scheduler": lambda: LR_SCHEDULERS,
 }  # fmt: skip
 
 

@@ -11,17 +11,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
-from gems.config.fields import build, choice, flag, number, text
+from gems.config.fields import build, choice, flag, number, text, with_new_names
+from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
+from gems.config.recipe import LossConfig as LossConfig
+from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
+from gems.config.recipe import OptimizerConfig as OptimizerConfig
 from gems.config.registries import DATASETS, METHODS, POLICIES
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 RECOMPUTES = ("stage", "segment", "selective")
 RECLAIMS = ("first", "size")
 OBJECTIVES = ("auto", "peak_bytes", "time")
-DTYPES = ("float32", "float64", "bfloat16")
+# What parameters are kept in, and what layers compute in, by train.precision.
+PRECISIONS = {
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+    "bf16_pure": ("bfloat16", "bfloat16"),
+    "bf16_mixed": ("float32", "bfloat16"),
+    "fp16_mixed": ("float32", "float16"),
+}
+ON_NONFINITE = ("stop", "skip", "ignore")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "host", "gpu")
-OPTIMIZERS = ("sgd", "adam")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
@@ -260,12 +271,10 @@ class TrainConfig:
     """The training loop, its checkpoints and its log."""
 
     steps: int = number(100, "optimizer steps of the run", min=1, max=MAX_STEPS)
-    warmup_steps: int = number(2, "first steps, which no figure counts; fewer than train.steps", max=MAX_STEPS)
-    optimizer: str = choice("sgd", OPTIMIZERS, "optimizer")
-    learning_rate: float = number(0.05, "learning rate", above=0)
-    momentum: float = number(0.9, "momentum of sgd")
-    weight_decay: float = number(0.0, "weight decay")
-    dtype: str = choice("float32", DTYPES, "type of parameters and activations")
+    precision: str = choice(
+        "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
+        "under autocast, messages in the low type",
+    )  # fmt: skip
     evaluate: bool = flag(True, "measure the accuracy on the validation split at the end")
     hang_timeout_s: float = number(
         600.0, "seconds after which an action, or a wait in which nobody moves, is a hang", above=0
@@ -278,12 +287,32 @@ class TrainConfig:
         above=0, in_run_id=False,
     )  # fmt: skip
     keep_checkpoints: int = number(2, "newest checkpoints that stay", min=1, in_run_id=False)
+    max_grad_norm: float | None = number(
+        None, "norm of the gradients of all stages to which larger ones are scaled; null: none", above=0
+    )  # fmt: skip
+    ema_decay: float | None = number(
+        None, "decay of a moving average of the weights, which evaluation uses; null: none", above=0, max=1
+    )
+    on_nonfinite: str = choice(
+        "stop", ON_NONFINITE, "what a loss or gradient that is not finite does: stop the run (exit code 4), skip the "
+        "optimizer's step, or nothing",
+    )  # fmt: skip
     resume: str = text(
         RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder, at the first step, or at "
         "the newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
         form="must be auto, never, or the folder of a run or a checkpoint",
     )  # fmt: skip
     log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)
+
+    @property
+    def dtype(self) -> str:
+        """Type of the parameters, and of activations unless layers run under autocast."""
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type in which layers compute, and of the messages between stages."""
+        return PRECISIONS[self.precision][1]
 
 
 @dataclass(slots=True)
@@ -321,6 +350,10 @@ class RunSpec:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cost: CostConfig = field(default_factory=CostConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -341,4 +374,4 @@ class RunSpec:
         Raises:
             ConfigError: a key that the schema does not know, a section that is no mapping, or a value of another type.
         """
-        return build(cls, values)
+        return build(cls, with_new_names(values) if isinstance(values, dict) else values)

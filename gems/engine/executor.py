@@ -11,8 +11,8 @@ from torch import Tensor
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
-from gems.engine.gradients import Gradients
 from gems.engine.metrics import Metrics, MetricSums, summed_loss
+from gems.engine.optimization.gradients import Gradients
 from gems.engine.stage import Loss, Stage, StageKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.tensor_router import copy_shared, open_router

@@ -14,8 +14,8 @@ from gems.data import labels_per_step
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
-from gems.engine.gradients import Gradients
-from gems.engine.optimizer import build_optimizer
+from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
@@ -137,7 +137,7 @@ def build_pipeline(
     stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
     reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
     gradients = Gradients(modules, reduce_transport, dtype, device)
-    optimizer = build_optimizer(spec.train, (p for of_stage in modules.values() for p in of_stage.parameters()))
+    optimizer = build_optimizer(spec.optimizer, (p for of_stage in modules.values() for p in of_stage.parameters()))
     recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):

@@ -67,7 +67,7 @@ def run_steps(
         for step in range(first_step, num_steps):
             saver.begin()
             start_ns, end_ns, loss = run_step(step)
-            is_warmup = step - first_step < spec.train.warmup_steps
+            is_warmup = step - first_step < spec.benchmark.skip_steps
             part.add("rank_steps", (rank, step, start_ns, end_ns, images, loss, is_warmup))
             part.flush()
             if progress is not None:

@@ -19,7 +19,7 @@ from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
 from gems.engine.device import DTYPES
-from gems.engine.optimizer import state_bytes
+from gems.engine.optimization.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.step_loop import measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.memory_report import memory_report

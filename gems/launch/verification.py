@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import BenchmarkConfig, RunSpec
 from gems.errors import RankFailedError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
@@ -54,17 +54,17 @@ def verify(spec: RunSpec) -> Verification:
     """Run two steps of a resolved run in ranks of this machine and compare them with one unsplit process.
 
     Compared are every parameter, gradient and running statistic of every copy on every rank. Both compute in float64,
-    or in train.dtype if that is not the default.
+    or in train.precision if that is not the default.
 
     Raises:
         ConfigError: a configuration that cannot be run here.
         DoesNotFitError: a rank would hold more than its device.
         RankFailedError: a rank ended before the comparison was done.
     """
-    dtype = "float64" if spec.train.dtype == "float32" else spec.train.dtype
+    precision = "float64" if spec.train.precision == "float32" else spec.train.precision
     with tempfile.TemporaryDirectory(prefix="gems-verify-") as scratch:
-        train = replace(spec.train, dtype=dtype, steps=STEPS, warmup_steps=0)
-        folder = prepare(replace(spec, runs_dir=scratch, train=train))
+        train = replace(spec.train, precision=precision, steps=STEPS)
+        folder = prepare(replace(spec, runs_dir=scratch, train=train, benchmark=BenchmarkConfig(skip_steps=0)))
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", COMPARE, str(folder.path)])
         ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S)
         found = read_json(folder.result_json)

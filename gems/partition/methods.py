@@ -131,9 +131,8 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
 
 
 def optimizer_name(spec: RunSpec) -> str:
-    """Return the name under which the memory model knows a run's optimizer: one without momentum keeps no state."""
-    optimizer = spec.train.optimizer
-    return "sgd_plain" if optimizer == "sgd" and not spec.train.momentum else optimizer
+    """Return the name under which the memory model knows optimizers with as many states as a run's."""
+    return ("sgd_plain", "sgd", "adam")[spec.optimizer.num_states]
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:

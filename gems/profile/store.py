@@ -35,7 +35,7 @@ _ON_FAKE = (
     "machine.bfloat16_flops_per_s", "machine.memory_bytes_per_s", "machine.efficiency", "profile.whole_model_peak",
 )  # fmt: skip
 _ON_DEVICE = ("machine.device", "machine.threads_per_rank", "profile.repetitions")
-_INCREMENTAL = ("profile.on", "machine.device_bytes", "train.optimizer", "parallel.partitions")
+_INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "parallel.partitions")
 
 
 def versions() -> dict[str, str]:
@@ -147,7 +147,7 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
 
     The document is of schema gems.operators/1. Raises ConfigError as `take_profile`.
     """
-    known = key_of(spec) | _values(spec, ("train.optimizer", "train.momentum"))
+    known = key_of(spec) | _values(spec, ("optimizer.num_states",))
     key = json.dumps(known, sort_keys=True, default=str)
     return cached(spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops"))
 

@@ -75,7 +75,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     """
     costs, cost, replicas = schedule_costs(spec, schedule.placement), spec.cost, spec.parallel.replicas
     network, quiet = simulate_step(spec, schedule)
-    images, warmup, noise = global_batch(spec), spec.train.warmup_steps, spec.machine.noise
+    images, warmup, noise = global_batch(spec), spec.benchmark.skip_steps, spec.machine.noise
     num_steps = min(spec.train.steps, max(warmup + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows)))))
     drawn = [quiet]
     if noise:

@@ -27,7 +27,6 @@ from jobs.slurm.limits import check_account, check_limits, check_partitions, che
 from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import query_accounts, query_partitions
 
-STATES = {"sgd": 2, "adam": 3}  # parameters and the optimizer's state of each; momentum is counted
 CHECKPOINTS = 2
 MARKS = {True: "ok", None: "--", False: "warn"}
 MIN_BYTES = 64 << 20  # logs, traces and notes of a small run
@@ -181,7 +180,7 @@ def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
 def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
     if plan.profile is None:
         return None, "the size of a checkpoint is not predicted"
-    states = STATES.get(spec.train.optimizer, 2) * sum(layer.param_bytes for layer in plan.profile.layers)
+    states = (1 + spec.optimizer.num_states) * sum(layer.param_bytes for layer in plan.profile.layers)
     needed_bytes = CHECKPOINTS * states
     check_free_space(spec, find_storage(spec), needed_bytes)
     return f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"

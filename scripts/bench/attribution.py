@@ -20,7 +20,7 @@ ROUNDS = 2
 SCHEDULES = ("1f1b", "gems_master")
 BASE = (
     "machine=emulated data=synthetic parallel.partitions=4 parallel.micro_batches=8 cost.unit_s=0.01 "
-    "cost.boundary_bytes=1000 train.steps=8 train.warmup_steps=2"
+    "cost.boundary_bytes=1000 train.steps=8 benchmark.skip_steps=2"
 )
 PLANTS = (  # name, the cause to which the attribution must charge it, overrides
     ("imbalance", "imbalance", "cost.times=[8,1,1,8]"),

@@ -22,7 +22,7 @@ from scripts.bench.rig import Table, answered, composed, counted_steps_s, finish
 
 DEFAULTS = (
     "machine=emulated data=synthetic cost=uniform cost.forward=10 cost.input_grad=10 cost.weight_grad=10 "
-    "cost.unit_s=0.001 cost.boundary_bytes=1000000 cost.activation_bytes=1000000 train.warmup_steps=1"
+    "cost.unit_s=0.001 cost.boundary_bytes=1000000 cost.activation_bytes=1000000 benchmark.skip_steps=1"
 )
 LINK_KEYS = ("machine.link_latency_s", "machine.link_bytes_per_s")
 CASES = (  # schedule, activation cap, ranks, micro-batches, counted steps, the most that emulation may differ

@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
-from gems.engine.optimizer import build_optimizer
+from gems.engine.optimization.optimizer import build_optimizer
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -44,7 +44,7 @@ from scripts.bench.rig import answered, composed, log, options
 
 MODEL = (
     "model=resnet20_v1 model.depth=8 model.width=4 model.norm=group data=tissue data.height_px=16 data.width_px=16 "
-    "data.train_samples=2048 data.validation_samples=512 train.momentum=0.9"
+    "data.train_samples=2048 data.validation_samples=512 optimizer.momentum=0.9"
 )
 MICRO_BATCH = 64
 BATCHES = [8, 16, 32, 64, 128, 256, 512]
@@ -86,7 +86,7 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
     """
     layers = layers_of(task.spec.model, task.spec.data)
     model = nn.Sequential(*build_layers(layers, 0, len(layers), seed))
-    optimizer = build_optimizer(task.spec.train, model.parameters())
+    optimizer = build_optimizer(task.spec.optimizer, model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = rate
     images, labels = task.train

@@ -51,11 +51,11 @@ STEP_LIMITS, PEAK_LIMIT = (0.03, 0.08), 0.05  # median and worst of the step's; 
 NUM_PROFILES = 3
 MORE_STEPS = 10  # of a real run, whose steps are short, for one of an emulated run
 EMULATED = (
-    "machine=emulated data=synthetic cost=uniform cost.unit_s=0.01 cost.activation_bytes=1000000 train.warmup_steps=1"
+    "machine=emulated data=synthetic cost=uniform cost.unit_s=0.01 cost.activation_bytes=1000000 benchmark.skip_steps=1"
 )
 REAL = (
     "machine=cpu data=synthetic parallel.partitions=2 profile=measured cost=profile train.evaluate=false "
-    "train.warmup_steps=2"
+    "benchmark.skip_steps=2"
 )
 EVENT_KEY = ("kind", "stage", "segment", "direction", "micro_batch")
 PARTS = ("emulated", "real")

@@ -41,7 +41,7 @@ MIN_BYTES = 1024  # torchtune's min_offload_size
 def one_rank(model: str, side_px: int, *words: str) -> RunSpec:
     """Return a run of one rank on square images; `words` are more Hydra overrides."""
     sizes = f"model={model} data=synthetic {square(side_px)}"
-    return composed(sizes, "schedule=gpipe parallel.partitions=1 train.warmup_steps=0", *words)
+    return composed(sizes, "schedule=gpipe parallel.partitions=1 benchmark.skip_steps=0", *words)
 
 
 def layer_modules(spec: RunSpec, device: str = "cpu") -> nn.ModuleList:

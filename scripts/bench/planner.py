@@ -36,7 +36,7 @@ IMAGES_PER_GPU = 2
 MAX_S, MAX_SLOWER = 60.0, 0.03
 SMALL = (
     f"model=resnet20_v1 data=synthetic {square(64)} machine=emulated cost=profile machine.flops_per_s=4e9 "
-    "train.steps=5 train.warmup_steps=1 parallel.partitions=4"
+    "train.steps=5 benchmark.skip_steps=1 parallel.partitions=4"
 )
 SMALL_GPUS, SMALL_BATCH, NUM_SMALL = 4, 16, 40
 SEARCHED = ("zb_h1", "zb_v", "interleaved_1f1b")

@@ -36,7 +36,7 @@ LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0
 STUDY = "study"
 WORDS = (
     "machine=simulated cost=uniform cost.unit_s=0.001 cost.activation_bytes=4194304 schedule=1f1b cost.link=0.1 "
-    "train.warmup_steps=0"
+    "benchmark.skip_steps=0"
 )
 SHAPES = {"steps": (16, 1, 64), "ranks": (8, 128, 32), "step": (64, 1, 64)}  # partitions, replicas, micro-batches
 REPLICAS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128)  # of a pipeline of 8 ranks, in the study

@@ -32,8 +32,8 @@ REL_LIMIT = 1e-6
 OVERRIDES = [
     "model=resnet20_v2", "model.width=4", "model.norm=group", "data=synthetic", "data.height_px=32", "data.width_px=32",
     "data.train_samples=256", "data.validation_samples=8", "parallel.partitions=2", "parallel.micro_batch_size=2",
-    "parallel.replications=2", "parallel.parts=1", "schedule=gems_master", "machine.device=cpu", "train.optimizer=adam",
-    "train.learning_rate=0.001", f"train.steps={STEPS}", "train.checkpoint_steps=2", "cluster=local",
+    "parallel.replications=2", "parallel.parts=1", "schedule=gems_master", "machine.device=cpu", "optimizer.name=adam",
+    "optimizer.lr=0.001", f"train.steps={STEPS}", "train.checkpoint_steps=2", "cluster=local",
 ]  # fmt: skip
 # as many images a step: two pipelines of one rank each, without GEMS's second direction
 OTHER = [

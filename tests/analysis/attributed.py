@@ -10,7 +10,15 @@ import yaml
 
 from analysis.attribution.causes import CAUSES, Attribution
 from gems.config.resolve import resolve
-from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.schema import (
+    BenchmarkConfig,
+    CostConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.runs.simulated_run import simulated_trace
 from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
@@ -34,7 +42,8 @@ def spec_of(
             parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, replicas=replicas),
             cost=CostConfig(**cost),  # type: ignore[arg-type]
             machine=MachineConfig(kind="simulated", **(machine or {})),  # type: ignore[arg-type]
-            train=TrainConfig(steps=3, warmup_steps=1),
+            train=TrainConfig(steps=3),
+            benchmark=BenchmarkConfig(skip_steps=1),
         )
     )
 

@@ -17,6 +17,7 @@ from analysis.scaling.points import read_points, title
 from analysis.scaling.projection import COMPUTE, PUBLISHED, Projection, machine_constants, project, varied
 from gems.config.resolve import resolve
 from gems.config.schema import (
+    BenchmarkConfig,
     CostConfig,
     MachineConfig,
     ModelConfig,
@@ -43,7 +44,8 @@ def spec_of(replicas: int, machine: MachineConfig = MACHINE) -> RunSpec:
             parallel=ParallelConfig(4, replicas=replicas, micro_batches=2),
             cost=CostConfig(name="profile", unit_s=0.01, param_bytes=10**7, activation_bytes=1),
             machine=machine,
-            train=TrainConfig(steps=4, warmup_steps=1),
+            train=TrainConfig(steps=4),
+            benchmark=BenchmarkConfig(skip_steps=1),
         )
     )
 

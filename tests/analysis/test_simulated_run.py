@@ -16,7 +16,15 @@ from analysis.metrics.run_metrics import backward_mean_s, run_metrics
 from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve
-from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.schema import (
+    BenchmarkConfig,
+    CostConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
@@ -52,7 +60,7 @@ def make(tmp_path: Path) -> Make:
                 cost=CostConfig(unit_s=0.01, activation_bytes=1 << 20, boundary_bytes=1 << 18, offload=1.0,
                 param_bytes=1 << 21),
                 machine=MachineConfig(kind="simulated", link_latency_s=0.002),
-                train=TrainConfig(steps=3, warmup_steps=1),
+                train=TrainConfig(steps=3), benchmark=BenchmarkConfig(skip_steps=1),
             )
         )  # fmt: skip
 

@@ -113,7 +113,7 @@ class TestHydra:
         said = gems("note", option, verbs=MINE)
         assert (said.code, said.err, SEEN) == (0, "", [])
         assert re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out)
-        assert "\ntrain.learning_rate=0.05\n    learning rate [above 0]\n" in said.out
+        assert "\noptimizer.lr=0.05\n    learning rate [above 0]\n" in said.out
 
     def test_help_shows_the_verbs_options_and_the_values_of_overrides(self, gems: Gems) -> None:
         said = gems("note", "--help", "model=resnet101", "train.steps=7", verbs=MINE)

@@ -103,12 +103,12 @@ class TestConf:
 class TestOverrides:
     def test_values_and_options(self) -> None:
         spec = compose(
-            ["schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4", "seed=3", "train.learning_rate=1e-3"]
+            ["schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4", "seed=3", "optimizer.lr=1e-3"]
         )
         assert spec.schedule.name == "1f1b"
         assert (spec.parallel.partitions, spec.parallel.micro_batches) == (2, 4)
         assert (spec.partition.name, spec.parallel.boundaries) == ("exact", None)
-        assert (spec.seed, spec.train.learning_rate) == (3, 0.001)
+        assert (spec.seed, spec.optimizer.lr) == (3, 0.001)
 
     def test_an_override_goes_over_the_experiment(self) -> None:
         assert compose(["experiment=1f1b", "train.steps=7"]).train.steps == 7
@@ -180,7 +180,7 @@ class TestRefused:
             ("parallel.boundaries=[0,a]", "parallel.boundaries[1]=a: ", "Integer"),
             ("seed=null", "seed=null: ", "not Optional"),
             ("train.evaluate=maybe", "train.evaluate=maybe: ", "valid bool"),
-            ("train.learning_rate=fast", "train.learning_rate=fast: ", "Float"),
+            ("optimizer.lr=fast", "optimizer.lr=fast: ", "Float"),
             ("name=[1,2]", "name=[1,2]: ", "Cannot convert 'list' to string"),
             ("name=???", "name=???: must be given", "add name=..."),
             ("name=${nope}", "name=${nope}: ", "Interpolation key 'nope' not found"),

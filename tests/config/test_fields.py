@@ -78,7 +78,7 @@ def test_what_was_resolved_is_of_its_types() -> None:
 
 
 def test_an_integer_is_a_number() -> None:
-    assert RunSpec.from_dict({"train": {"learning_rate": 1}}).train.learning_rate == 1
+    assert RunSpec.from_dict({"train": {"learning_rate": 1}}).optimizer.lr == 1
 
 
 def test_the_line_of_a_system_error_names_the_file() -> None:

@@ -46,7 +46,7 @@ def test_gems_simulate_knows_them() -> None:
 
 
 def test_a_simulated_trace_shows_the_wait() -> None:
-    spec = spec_of("cost.input_load=2", "train.steps=3", "train.warmup_steps=1")
+    spec = spec_of("cost.input_load=2", "train.steps=3", "benchmark.skip_steps=1")
     events = simulated_trace(spec, lowered_schedule(spec)).events
     waits = events[(events["kind"] == KINDS.index("INPUT")) & (events["step"] == 0)]
     assert set(waits["rank"]) == {0} and set(waits["stage"]) == {0}

@@ -149,8 +149,8 @@ class TestNodes:
     ("key", "value", "proposed"),
     [
         ("schedule.name", "gpip", "gpipe"),
-        ("train.dtype", "float31", "float32"),
-        ("train.optimizer", "adamw", "adam"),
+        ("train.precision", "float31", "float32"),
+        ("optimizer.name", "adamx", "adam"),
         ("machine.device", "gpu", ""),
         ("machine.transport", "hosts", "host"),
         ("cluster.launcher", "slrun", "srun"),
@@ -201,7 +201,7 @@ def test_no_number_may_be_without_end(key: str, number: float) -> None:
         ("data.num_classes", 1),
         ("data.height_px", 0),
         ("train.steps", 0),
-        ("train.learning_rate", 0.0),
+        ("optimizer.lr", 0.0),
         ("train.hang_timeout_s", 0.0),
         ("cost.forward", 0.0),
         ("cost.input_grad", 0.0),
@@ -230,9 +230,9 @@ def test_names_that_are_no_folder(name: str) -> None:
 
 
 def test_warm_up_is_shorter_than_the_run() -> None:
-    assert resolve(spec_of(train__steps=3, train__warmup_steps=2)).train.warmup_steps == 2
+    assert resolve(spec_of(train__steps=3, benchmark__skip_steps=2)).benchmark.skip_steps == 2
     with pytest.raises(ConfigError, match=r"must be below train\.steps=3"):
-        resolve(spec_of(train__steps=3, train__warmup_steps=3))
+        resolve(spec_of(train__steps=3, benchmark__skip_steps=3))
 
 
 def test_global_batch_counts_replicas_micro_batches_and_samples() -> None:

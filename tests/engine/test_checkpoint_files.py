@@ -109,7 +109,7 @@ def test_the_newest_stay_and_what_is_being_written_too(tmp_path: Path) -> None:
 
 def test_the_first_difference_is_named() -> None:
     mine = run_identity(make_spec())
-    assert difference(mine, run_identity(make_spec("1f1b", 2, train__learning_rate=0.5, train__steps=9))) is None
+    assert difference(mine, run_identity(make_spec("1f1b", 2, optimizer__lr=0.5, train__steps=9))) is None
     assert difference(mine, run_identity(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
     assert difference(mine, run_identity(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
     assert difference({}, {"seed": 1}) == ("seed", None, 1)

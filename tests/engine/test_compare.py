@@ -40,7 +40,7 @@ def test_nothing_has_no_error():
 
 
 def test_not_a_number_in_one_step_is_not_forgotten(comm, monkeypatch):
-    spec = make_spec("1f1b", 1, train__dtype="float64", train__steps=3)
+    spec = make_spec("1f1b", 1, train__precision="float64", train__steps=3)
     assert compare(spec, comm, CPU).max_rel_error <= 1e-12
     calls = []
 

@@ -19,7 +19,7 @@ from tests.engine.toys import make_spec
 NUM_RANKS, NUM_STEPS = 3, 3
 CHANGES = {
     "machine__kind": "emulated", "cost__unit_s": 0.0005, "cost__boundary_bytes": 5000, "cost__activation_bytes": 700,
-    "cost__input_grad": 2.0, "train__steps": NUM_STEPS, "train__warmup_steps": 1,
+    "cost__input_grad": 2.0, "train__steps": NUM_STEPS, "benchmark__skip_steps": 1,
 }  # fmt: skip
 
 

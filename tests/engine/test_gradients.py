@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine.gradients import Gradients
-from gems.engine.optimizer import build_optimizer, state_bytes
+from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.transport.mpi import Transport
 from tests.engine.toys import make_spec
 
@@ -91,9 +91,9 @@ def test_one_copy_alone_is_left_as_it_is(transport):
 
 @pytest.mark.parametrize(("name", "tensors_per_parameter"), [("sgd", 1), ("adam", 2)])
 def test_optimizer_state_is_counted(name, tensors_per_parameter):
-    train = make_spec(train__optimizer=name).train
+    config = make_spec(optimizer__name=name).optimizer
     module = nn.Linear(3, 2)
-    optimizer = build_optimizer(train, module.parameters())
+    optimizer = build_optimizer(config, module.parameters())
     assert state_bytes(optimizer) == 0
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)

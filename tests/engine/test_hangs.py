@@ -129,8 +129,8 @@ def test_a_rank_that_is_slow_but_moves_is_left_alone(tmp_path):
     No action takes the limit.
     """
     run = Run(
-        tmp_path, cost__unit_s=1.0, cost__forward=3.0, parallel__micro_batches=1, train__steps=1, train__warmup_steps=0,
-        schedule__name="gpipe", data__prefetch_steps=0,
+        tmp_path, cost__unit_s=1.0, cost__forward=3.0, parallel__micro_batches=1, train__steps=1,
+        benchmark__skip_steps=0, schedule__name="gpipe", data__prefetch_steps=0,
     )  # fmt: skip
     ended = run.wait()
     assert ended.returncode == 0, ended.tail

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gems.config.resolve import resolve
 from gems.config.schema import (
+    BenchmarkConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -122,7 +123,8 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
         parallel=ParallelConfig(partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4),
         schedule=ScheduleConfig(schedule),
         partition=PartitionConfig("even"),
-        train=TrainConfig(steps=2, warmup_steps=0, hang_timeout_s=100),
+        train=TrainConfig(steps=2, hang_timeout_s=100),
+        benchmark=BenchmarkConfig(skip_steps=0),
     )
     for name, value in changes.items():
         section, _, key = name.partition("__")

@@ -324,7 +324,7 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
 def test_simulated_points_from_the_file_to_the_picture(
     study: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    base = [*BASE, "machine=simulated", "train.steps=2", "train.warmup_steps=1", "cost.unit_s=0.001"]
+    base = [*BASE, "machine=simulated", "train.steps=2", "benchmark.skip_steps=1", "cost.unit_s=0.001"]
     assert study(points=WORDS[:2], base=base) == 0
     out = capfd.readouterr().out
     with (tmp_path / "runs" / "mine" / "scaling.csv").open(newline="") as file:

@@ -24,7 +24,7 @@ TOLERANCE = 1e-12
 
 
 def make_spec(schedule: str, partitions: int, replicas: int = 1, **changes) -> RunSpec:
-    return toys.make_spec(schedule, partitions, replicas, **{"train__dtype": "float64", **changes})
+    return toys.make_spec(schedule, partitions, replicas, **{"train__precision": "float64", **changes})
 
 
 def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
@@ -89,7 +89,7 @@ HALVES = [("1f1b", 0), ("1f1b", 2), ("gpipe", None), ("layer_parallel", 1), ("ge
 @pytest.mark.parametrize(("family", "delay"), HALVES)
 def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, monkeypatch):
     """The same schedule with B, and with I and a W that follows at once or later: equal to the last bit."""
-    spec = make_spec(family, 4, train__dtype="float32")
+    spec = make_spec(family, 4, train__precision="float32")
     compute = generate(family, 4, 4)
     found = []
     for made in (compute, halved(compute, delay)):
@@ -148,7 +148,7 @@ def test_default_of_gems_runs(comm):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_optimizers_of_both_directions_stay_equal(comm, optimizer):
-    spec = make_spec("gems_master", 3, train__optimizer=optimizer, train__weight_decay=1e-3, train__learning_rate=1e-3)
+    spec = make_spec("gems_master", 3, optimizer__name=optimizer, optimizer__weight_decay=1e-3, optimizer__lr=1e-3)
     check(comm, replace(spec, train=replace(spec.train, steps=4)))
 
 

@@ -72,7 +72,7 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
     spec = toys.make_spec(
         schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]),
         data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
-        partition__name="even", train__learning_rate=LEARNING_RATE,
+        partition__name="even", optimizer__lr=LEARNING_RATE,
     )  # fmt: skip
     return replace(spec, memory=replace(memory, min_offload_bytes=0))
 

@@ -36,7 +36,7 @@ def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
     spec = toys.make_spec(
         "gpipe", partitions, replicas, model=ModelConfig(name=model, width=4, norm="batch"),
         data=DataConfig(height_px=SIDES[model], width_px=SIDES[model], **DATA), partition__name="even",
-        train__dtype="float64",
+        train__precision="float64",
     )  # fmt: skip
     operators = operators_of(layers_of(spec.model, spec.data))
     rng = random.Random(seed)

@@ -102,7 +102,7 @@ def last_manifest(folder: RunFolder, step: int = STEPS) -> Manifest:
 
 
 def base(schedule: str, partitions: int, replicas: int, **changes):
-    changes = {"train__steps": STEPS, "train__checkpoint_steps": 2, "train__learning_rate": 0.01} | changes
+    changes = {"train__steps": STEPS, "train__checkpoint_steps": 2, "optimizer__lr": 0.01} | changes
     return make_spec(schedule, partitions, replicas, **changes)
 
 
@@ -114,9 +114,9 @@ CASES = {
     "1f1b": base("1f1b", 4, 1),
     "gems_master": base("gems_master", 4, 1, parallel__parts=2),
     "odd_gems": base("gems_master", 3, 1),
-    "replicas": base("gems_mast", 2, 2, train__optimizer="adam"),
+    "replicas": base("gems_mast", 2, 2, optimizer__name="adam"),
     "split": base("zb_h1", 4, 1),
-    "dropout": base("1f1b", 2, 2, model__name="toy_drop", train__optimizer="adam"),
+    "dropout": base("1f1b", 2, 2, model__name="toy_drop", optimizer__name="adam"),
     "gems_dropout": base("gems_master", 2, 2, model__name="toy_drop", parallel__micro_batches=4),
     "placed": base("placed", 2, 1, parallel__micro_batches=2, partition__budget_s=1.0, **BRANCHES),
 }
@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
 
 def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tmp_path):
     """Float32, the same global batch; group norm, for batch norm's statistics are those of a micro-batch."""
-    same = {"model__norm": "group", "train__evaluate": True, "train__optimizer": "adam"}
+    same = {"model__norm": "group", "train__evaluate": True, "optimizer__name": "adam"}
     path = comm.bcast(tmp_path)
     whole, first = RunFolder(path / "whole"), RunFolder(path / "first")
     spec = base("gems_master", 4, 1, parallel__parts=2, **same)
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_p
     [
         ("model__width", 8, "another model.width"),
         ("seed", 3, "another seed"),
-        ("train__optimizer", "adam", "another train.optimizer"),
+        ("optimizer__name", "adam", "another optimizer.name"),
         ("parallel__micro_batch_size", 4, "another global batch"),
         ("train__steps", 2, "train.steps=2"),
     ],

@@ -15,7 +15,7 @@ from gems.config.resolve import global_batch
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
-from gems.engine.gradients import running_statistics
+from gems.engine.optimization.gradients import running_statistics
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.train import evaluate, train
 from gems.engine.verification.compare import compare, named_values
@@ -82,7 +82,7 @@ def test_stages_without_parameters_that_hand_on_views_train_as_one_process(comm,
 
 def make_toy(name: str, schedule: str, boundaries: list[int]):
     return make_spec(
-        schedule, len(boundaries) - 1, model__name=name, parallel__boundaries=boundaries, train__dtype="float64"
+        schedule, len(boundaries) - 1, model__name=name, parallel__boundaries=boundaries, train__precision="float64"
     )
 
 
@@ -127,7 +127,7 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, schedule, partitions, replicas):
     """One message serves both directions of a pair of ranks, the middle rank of an odd number, and the replicas."""
-    spec = make_spec(schedule, partitions, replicas, train__dtype="float64")
+    spec = make_spec(schedule, partitions, replicas, train__precision="float64")
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
@@ -159,7 +159,7 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, sche
 
 def test_bfloat16_gradients_are_summed_in_float32(comm):
     """256 + 1 + 1 + 1 is 256 when added in bfloat16, and 259 rounds to 260."""
-    spec = make_spec("1f1b", 1, 4, train__dtype="bfloat16")
+    spec = make_spec("1f1b", 1, 4, train__precision="bf16_pure")
     pipeline = build_pipeline(spec, comm, CPU)
     for parameter in pipeline.modules[0, 0].parameters():
         parameter.grad.fill_(256.0 if comm.rank == 0 else 1.0)
@@ -173,9 +173,7 @@ def test_bfloat16_gradients_are_summed_in_float32(comm):
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replicas, optimizer):
     """MPI4DL #10: its running statistics are never synchronised, so its copies of the model drift apart."""
-    spec = make_spec(
-        schedule, partitions, replicas, train__steps=5, train__optimizer=optimizer, train__learning_rate=0.01
-    )
+    spec = make_spec(schedule, partitions, replicas, train__steps=5, optimizer__name=optimizer, optimizer__lr=0.01)
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
@@ -200,7 +198,9 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replicas, num_validation):
     """Odd numbers of images over replicas and micro-batches: each is counted once, and filling counts for nothing."""
-    spec = make_spec(schedule, partitions, replicas, train__dtype="float64", data__validation_samples=num_validation)
+    spec = make_spec(
+        schedule, partitions, replicas, train__precision="float64", data__validation_samples=num_validation
+    )
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
@@ -255,7 +255,7 @@ def run_training(comm, spec, path: Path) -> RunFolder:
 
 def training_spec():
     return make_spec(
-        "gems_master", 2, 2, train__steps=25, train__warmup_steps=2, train__learning_rate=0.05,
+        "gems_master", 2, 2, train__steps=25, benchmark__skip_steps=2, optimizer__lr=0.05,
         train__sample_interval_s=0.05, data__height_px=16, data__width_px=16, data__augment=False,
         parallel__micro_batches=8, parallel__parts=2, data__num_classes=2,
     )  # fmt: skip
@@ -352,7 +352,7 @@ def test_the_checkpoint_is_restored_in_another_cut(comm, finished, tmp_path):
     saved = run_training(comm, first, tmp_path / "first")
     assert sorted(path.name for path in saved.checkpoint.iterdir()) == ["stage0000.pt", "stage0001.pt"]
     again = make_spec(
-        "1f1b", 4, parallel__boundaries=[0, 1, 2, 4, 5], train__steps=1, train__learning_rate=1e-30,
+        "1f1b", 4, parallel__boundaries=[0, 1, 2, 4, 5], train__steps=1, optimizer__lr=1e-30,
         train__initial_checkpoint=str(saved.path), **common,
     )  # fmt: skip
     continued = read_json(run_training(comm, again, tmp_path / "second").result_json)

@@ -33,7 +33,7 @@ def make_spec(name: str, schedule: str, partitions: int, replicas: int = 1, **ch
     sizes = {"train_samples": 64, "validation_samples": 9, **data}
     return toys.make_spec(
         schedule, partitions, replicas, model=ModelConfig(name=name, **model), data=DataConfig(**sizes),
-        **{"partition__name": "even", "train__dtype": "float64", **changes},
+        **{"partition__name": "even", "train__precision": "float64", **changes},
     )  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(comm):
 def test_a_language_model_learns_the_chain(comm):
     """Guessing the likeliest successor of each token is right for 70 %; the loss of that chain is 0.80 nats."""
     spec = make_spec(
-        "biglstm", "gems_master", 2, 2, train__dtype="float32", train__steps=40, train__optimizer="adam",
-        train__learning_rate=0.03, model__width=16, data__length=16, data__train_samples=512,
+        "biglstm", "gems_master", 2, 2, train__precision="float32", train__steps=40, optimizer__name="adam",
+        optimizer__lr=0.03, model__width=16, data__length=16, data__train_samples=512,
     )  # fmt: skip
     pipeline = build_pipeline(spec, comm, CPU)
     loader = open_feed(spec, pipeline)

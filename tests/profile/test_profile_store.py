@@ -140,7 +140,7 @@ class TestChild:
 
     def test_its_refusal_is_ours(self, tmp_path: Path) -> None:
         spec = spec_of(cache_dir=str(tmp_path))
-        spec = replace(spec, train=replace(spec.train, dtype="bfloat16"))
+        spec = replace(spec, train=replace(spec.train, precision="bf16_pure"))
         assert refusal(spec).startswith("machine.bfloat16_flops_per_s=null: must be given")
 
     def test_its_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

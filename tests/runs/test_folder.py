@@ -89,7 +89,7 @@ class TestRunId:
     def test_a_key_of_a_later_version_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         spec = with_another("seed")
         before = run_id(spec)
-        later = [key for key in keys(RunSpec) if key.name != "train.momentum"]
+        later = [key for key in keys(RunSpec) if key.name != "optimizer.momentum"]
         monkeypatch.setattr("gems.config.resolve.keys", lambda schema: later)
         assert run_id(spec) == before
 
@@ -100,7 +100,7 @@ class TestRunId:
         assert run_id(one) == run_id(other)
 
     def test_it_survives_run_yaml(self) -> None:
-        spec = with_another("train.learning_rate")
+        spec = with_another("optimizer.lr")
         assert run_id(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == run_id(spec)
 
     def test_it_is_the_same_in_another_process(self) -> None:

@@ -12,7 +12,15 @@ import pytest
 
 import gems.runs.simulated_run
 from gems.config.resolve import global_batch, resolve, run_id
-from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.schema import (
+    BenchmarkConfig,
+    CostConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
@@ -44,7 +52,8 @@ def spec_of(
             parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, replicas=replicas),
             cost=CostConfig(**given),  # type: ignore[arg-type]
             machine=machine,
-            train=TrainConfig(steps=steps, warmup_steps=1),
+            train=TrainConfig(steps=steps),
+            benchmark=BenchmarkConfig(skip_steps=1),
         )
     )
 

@@ -12,7 +12,15 @@ import yaml
 
 from analysis.metrics.events import of_kinds
 from gems.config.resolve import resolve
-from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.schema import (
+    BenchmarkConfig,
+    CostConfig,
+    MachineConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.errors import ConfigError
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
@@ -56,7 +64,8 @@ def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
             parallel=ParallelConfig(4, micro_batches=8),
             cost=CostConfig(unit_s=0.01, activation_bytes=1000),
             machine=MachineConfig(kind="emulated", noise=noise),
-            train=TrainConfig(steps=steps, warmup_steps=1),
+            train=TrainConfig(steps=steps),
+            benchmark=BenchmarkConfig(skip_steps=1),
         )
     )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
     "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=64",
-    "data.validation_samples=16", "parallel.partitions=4", "parallel.micro_batches=4", "train.warmup_steps=1",
+    "data.validation_samples=16", "parallel.partitions=4", "parallel.micro_batches=4", "benchmark.skip_steps=1",
 ]  # fmt: skip
 ENDED = ("finished", "failed", "cancelled")
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
     "experiment=gems_master", "data=synthetic", "data.train_samples=64", "data.validation_samples=16",
     "machine=emulated",
-    "cost.unit_s=0.001", "parallel.partitions=4", "parallel.micro_batches=4", "train.steps=3", "train.warmup_steps=1",
+    "cost.unit_s=0.001", "parallel.partitions=4", "parallel.micro_batches=4", "train.steps=3", "benchmark.skip_steps=1",
 ]  # fmt: skip
 ENDED = ("finished", "failed")
 

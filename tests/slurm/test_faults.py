@@ -35,7 +35,7 @@ RUN = [
     "cluster=mini",
     "parallel.partitions=4",
     "parallel.micro_batches=4",
-    "train.warmup_steps=1",
+    "benchmark.skip_steps=1",
 ]
 # Ranks that wait in place of computing start in seconds; all else is as in training. A step takes .2 s at least.
 EMULATED = [*RUN, "machine=emulated", "cost.unit_s=0.01", "train.checkpoint_steps=5"]

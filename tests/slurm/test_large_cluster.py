@@ -95,7 +95,7 @@ def test_128_ranks_leave_one_trace(large: MiniSlurm, tmp_path: Path) -> None:
     """Each of the 128 has 1/64 of a core here, so that a unit of work is long."""
     _, folder = submitted(
         large, tmp_path, "machine=emulated", "parallel.replicas=16", "parallel.micro_batches=16", "cost.unit_s=0.1",
-        "train.steps=2", "train.warmup_steps=1", "train.hang_timeout_s=900", "cluster.nodes=32", "cluster.minutes=30",
+        "train.steps=2", "benchmark.skip_steps=1", "train.hang_timeout_s=900", "cluster.nodes=32", "cluster.minutes=30",
     )  # fmt: skip
     status = end_of(folder, 1200)
     assert (status["state"], status["exit_code"]) == ("finished", 0), status

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
     "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=32", "data.validation_samples=8",
-    "parallel.partitions=4", "parallel.micro_batches=4", "train.warmup_steps=1", "train.steps=3",
+    "parallel.partitions=4", "parallel.micro_batches=4", "benchmark.skip_steps=1", "train.steps=3",
 ]  # fmt: skip
 NAME = 'it\'s "q" $(touch owned) `touch owned` #1; & ünï'
 ENDED = ("finished", "failed")

@@ -21,8 +21,8 @@ from gems.data import Dataset, labels_per_step, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
-from gems.engine.gradients import running_statistics
-from gems.engine.optimizer import build_optimizer
+from gems.engine.optimization.gradients import running_statistics
+from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.pipeline import build_pipeline
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.memory_report import memory_report
@@ -62,7 +62,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     layers = layers_of(spec.model, spec.data)
     modules = build_layers(layers, 0, len(layers), spec.seed, dtype, device)
     model = nn.ModuleList(modules)
-    optimizer = build_optimizer(spec.train, model.parameters())
+    optimizer = build_optimizer(spec.optimizer, model.parameters())
     statistics = running_statistics(model)
     dataset = open_dataset(spec.data, spec.seed)
     for step in range(spec.train.steps):

@@ -53,7 +53,7 @@ def rates_of(machine: MachineConfig, dtype: torch.dtype) -> Rates:
         if machine.bfloat16_flops_per_s is None:
             raise ConfigError(
                 "machine.bfloat16_flops_per_s", "null", f"must be given, machine {machine.name} has none",
-                "give it, or train.dtype=float32",
+                "give it, or train.precision=float32",
             )  # fmt: skip
         peak = machine.bfloat16_flops_per_s
     if dtype is torch.float64:

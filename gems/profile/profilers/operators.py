@@ -22,7 +22,7 @@ from gems.profile.profilers.chain import given_tensors
 from gems.profile.profilers.fake import fake_lab, made_fake, on_meta, rates_of
 from gems.profile.profilers.layer_run import LayerCall, training_loss
 from gems.profile.profilers.meter import meter
-from gems.profile.profilers.take import OPTIMIZER_STATES, answer
+from gems.profile.profilers.take import answer
 
 
 def take(spec: RunSpec) -> OpGraph:
@@ -37,7 +37,7 @@ def take(spec: RunSpec) -> OpGraph:
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
     readers = Counter(feeder for operator in operators for feeder in operator.feeders)
-    states = OPTIMIZER_STATES[spec.train.optimizer] if spec.train.optimizer != "sgd" or spec.train.momentum else 0
+    states = spec.optimizer.num_states
     known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []

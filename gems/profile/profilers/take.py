@@ -19,8 +19,6 @@ from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED, is_fake
 from gems.utils.registry import load_plugins
 
-OPTIMIZER_STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
-
 
 def take(spec: RunSpec) -> ModelProfile:
     """Take the profile of a resolved run; raises ConfigError for a device or rate that the machine does not have."""
@@ -30,7 +28,7 @@ def take(spec: RunSpec) -> ModelProfile:
     base = fake_profile(*run, profile.whole_model_peak) if fake else measured_profile(*run, profile.repetitions)
     if profile.name != "incremental":
         return base
-    devices = Devices(*run, fake, OPTIMIZER_STATES[spec.train.optimizer])
+    devices = Devices(*run, fake, spec.optimizer.num_states)
     return incremental_profile(base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes)
 
 

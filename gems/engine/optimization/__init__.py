@@ -1,0 +1,1 @@
+"""What becomes of gradients: their sum over copies, and the step of the optimizer."""
