@@ -50,7 +50,7 @@ class TestRefusals:
             (f"{NETS}.HasNoParameters", "has no parameters"),
             (f"{NETS}.lazy", "leaves the shape of 1.weight to its first image"),
             (f"{NETS}.gives_a_number", "must give a torch.nn.Module, gives int"),
-            (f"{NETS}.NOT_CALLABLE", "must name a class, or a function"),
+            (f"{NETS}.NOT_CALLABLE", "must name a class or a function"),
         ],
     )
     def test_what_is_no_network(self, target: str, says: str) -> None:
