@@ -12,6 +12,7 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text, with_new_names
+from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
 from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
@@ -92,6 +93,7 @@ class DataConfig:
     """Where samples come from, and their shape: images, or sequences of tokens."""
 
     name: str = choice("synthetic", DATASETS, "source of the samples")
+    task: str | None = choice(None, TASKS, "what the labels of the samples are; null: as the source gives them")
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
     channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)

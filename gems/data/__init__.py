@@ -8,6 +8,7 @@ from gems.config.fields import check_fields
 from gems.config.resolve import global_batch
 from gems.config.schema import DataConfig, RunSpec
 from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
+from gems.errors import ConfigError, one_of
 
 __all__ = [
     "DATASETS",
@@ -26,12 +27,14 @@ __all__ = [
     "resolve_data",
     "sample_shape",
     "sources_of",
+    "task_of",
 ]
 
 
 def check_data(data: DataConfig) -> None:
     """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
     check_fields(data, "data.")
+    task_of(data)
     DATASETS[data.name].check(data)
 
 
@@ -52,6 +55,18 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 def kind_of(data: DataConfig) -> str:
     """Return what a sample is: images, tokens or token_pairs."""
     return DATASETS[data.name].kind
+
+
+def task_of(data: DataConfig) -> str:
+    """Return what the labels are: classification, multi_label, segmentation or regression.
+
+    Raises:
+        ConfigError: data.task is none that the source can give.
+    """
+    tasks = DATASETS[data.name].tasks
+    if data.task is not None and data.task not in tasks:
+        raise ConfigError("data.task", data.task, one_of(tasks), f"data={data.name} gives no other")
+    return data.task or tasks[0]
 
 
 def sources_of(kind: str) -> list[str]:

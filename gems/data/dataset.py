@@ -57,8 +57,12 @@ class Dataset(ABC):
             pixels = turned(pixels, generator(self.seed, "augment", index, draw))
         return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
 
-    def label(self, split: Split, index: int) -> int | Tokens:
-        """Return the class of one sample, 0 <= label < num_classes, without reading its pixels; several as an array."""
+    def label(self, split: Split, index: int, draw: int = 0) -> int | Tokens | Image:
+        """Return the label of one sample, without reading its pixels.
+
+        It is a class, 0 <= label < num_classes; several as an array (a token each, or a pixel each, flipped and turned
+        as the image of the same `draw`); or float32 values of shape (num_classes,), for several labels and regression.
+        """
         self._check(split, index)
         return self._label(split, index)
 
@@ -92,13 +96,15 @@ class Source:
 
     `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a function. `check` raises
     ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
-    it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is.
+    it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
+    labels of the first of its `tasks`, unless data.task says another.
     """
 
     open: Callable[[DataConfig, int], Dataset]
     check: Callable[[DataConfig], None] = lambda data: None
     field_of_view_px: Callable[[DataConfig], int | None] = lambda data: data.field_of_view_px
     kind: str = IMAGES
+    tasks: tuple[str, ...] = ("classification",)
     counts_itself: bool = False
 
 
