@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gems.config.compose import compose as compose
     from gems.config.schema import RunSpec as RunSpec
+    from gems.engine.checkpoint.state_dict import load_model as load_model
     from gems.engine.checkpoint.weights import load as load_weights
     from gems.engine.in_process import TrainResult as TrainResult
     from gems.engine.in_process import train as train
@@ -47,6 +48,7 @@ __all__ = [
     "Verification",
     "__version__",
     "compose",
+    "load_model",
     "load_trace",
     "load_weights",
     "plan_run",
@@ -68,6 +70,7 @@ _HOMES = {
     "TrainResult": "gems.engine.in_process",
     "load_trace": "gems.trace.parts",
     "Trace": "gems.trace.layout",
+    "load_model": "gems.engine.checkpoint.state_dict",
     "load_weights": "gems.engine.checkpoint.weights:load",
 }
 

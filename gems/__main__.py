@@ -31,6 +31,9 @@ VERBS = {
                  flags=("--hybrid",),
                  choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency",
                  "--speedup"), ())),
+    "export": Verb("gems.cli.export:export",
+    "writes a run's weights as a plain state dict: export RUN --out FILE.safetensors|.pt", choices={"--out": ()},
+                   takes_words=True),
     "verify": Verb("gems.cli.verify:verify",
     "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip

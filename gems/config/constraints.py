@@ -14,6 +14,7 @@ from gems.schedule import FAMILIES, PLACED
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
+STATE_DICTS = (".pt", ".pth", ".safetensors")
 Check = tuple[object, str, object, str, str]  # whether it is wrong, key, value, problem and advice
 
 
@@ -165,10 +166,11 @@ def _check_train(spec: RunSpec) -> None:
         raise ConfigError("benchmark.skip_steps", skipped, f"must be below train.steps={train.steps}")
     if train.initial_checkpoint is not None:
         weights = ("checkpoint/stage*.pt", "stage*.pt")  # of a run's folder, or of that of the weights
-        if not _has_any("train.initial_checkpoint", train.initial_checkpoint, weights):
+        is_file = Path(train.initial_checkpoint).suffix in STATE_DICTS and Path(train.initial_checkpoint).is_file()
+        if not is_file and not _has_any("train.initial_checkpoint", train.initial_checkpoint, weights):
             raise ConfigError(
                 "train.initial_checkpoint", train.initial_checkpoint, "holds no checkpoint (stage*.pt)",
-                "give a finished run's folder",
+                f"give a finished run's folder, or a state dict ({', '.join(STATE_DICTS)})",
             )  # fmt: skip
     manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")
     if resume not in (RESUME_AUTO, RESUME_NEVER) and not _has_any("train.resume", resume, manifests):

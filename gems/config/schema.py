@@ -282,7 +282,16 @@ class TrainConfig:
         600.0, "seconds after which an action, or a wait in which nobody moves, is a hang", above=0
     )
     sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
-    initial_checkpoint: str | None = text(None, "folder of a finished run, or of weights, to start from")
+    initial_checkpoint: str | None = text(
+        None, "weights to start from: a state dict (.pt, .pth, .safetensors), or the folder of a run or of weights"
+    )
+    initial_prefix: str | None = text(
+        None, "prefix of the names in train.initial_checkpoint that the model's lack, such as module.; null: found"
+    )
+    initial_strict: bool = flag(True, "refuse weights that lack a tensor of the model, or have others")
+    initial_new: list[str] = text(
+        [], "parameters drawn anew, whatever train.initial_checkpoint has: patterns, such as fc.* for a new head"
+    )
     checkpoint_steps: int | None = number(None, "steps between whole checkpoints; null: none", min=1, in_run_id=False)
     checkpoint_s: float | None = number(
         None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",

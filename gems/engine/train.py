@@ -18,6 +18,7 @@ from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
+from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
 from gems.engine.optimization.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
@@ -76,7 +77,9 @@ def train(
             losses = restore_state(pipeline, *start.checkpoint)
             pipeline.recorder.count_bytes(state_bytes(pipeline.optimizer))
         elif spec.train.initial_checkpoint is not None:
-            weights.restore(pipeline, weights.load(Path(spec.train.initial_checkpoint)))
+            match = restore(pipeline, Path(spec.train.initial_checkpoint))
+            if comm.rank == 0:
+                _log.info("starts with %s", match.describe(spec.train.initial_checkpoint))
         part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
         reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
         dataset = open_dataset(spec.data, spec.seed) if reads else None

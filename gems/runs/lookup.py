@@ -9,6 +9,7 @@ from pathlib import Path
 from gems.errors import ConfigError, nearest
 
 RUN_ID_CHARS = 8
+RUN_YAML = "run.yaml"
 
 
 def run_name(path: Path) -> str:
@@ -51,3 +52,24 @@ def runs_of_name(
         known = [path.name for path in entries if is_run(path) or is_study(path)]
         raise ConfigError("run", name, problem, "nearest: " + ", ".join(nearest(name, known)) if known else advice)
     return same
+
+
+def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
+    """Return the folder of one run: a path, or the name of a run below `runs_dir`, with or without its ID.
+
+    Raises:
+        ConfigError: there is none, or several have the name.
+    """
+
+    def is_run(path: Path) -> bool:
+        return (path / RUN_YAML).is_file()
+
+    for path in (Path(word), runs_dir / word):
+        if is_run(path):
+            return path
+    advice = "give the folder of a run, or the name of one below runs/"
+    found = runs_of_name(word, runs_dir, is_run, lambda path: False, "is no run", advice)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError("run", word, f"names {len(found)} runs: {names}", "give one of these")
+    return found[0]

@@ -1,17 +1,19 @@
-"""Weights by layer, saved by a finished run, from which any partition of the model can start."""
+"""Weights by layer, as a finished run saves them, for any partition of the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
-from gems.models import layers_of
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import atomic_write
+
+if TYPE_CHECKING:
+    from gems.engine.pipeline import Pipeline
 
 Weights = dict[str, dict[str, Tensor]]
 
@@ -36,7 +38,7 @@ def save(pipeline: Pipeline, folder: Path) -> None:
 
 
 def load(folder: Path) -> Weights:
-    """Read all stages from a folder of weights or a run folder; only tensors are unpickled.
+    """Read the state dict of each layer from a folder of weights or a run folder; only tensors are unpickled.
 
     Raises:
         ConfigError: there are none, or a file is not readable.
@@ -57,30 +59,3 @@ def load(folder: Path) -> Weights:
                 "train.initial_checkpoint", path, f"cannot be read ({type(error).__name__}: {error})"
             ) from error
     return state
-
-
-def restore(pipeline: Pipeline, state: Weights) -> None:
-    """Load weights into every stage of this rank, whatever partition they were saved with.
-
-    Raises:
-        ConfigError: they are of another model.
-    """
-
-    def misfit(name: str) -> ConfigError:
-        return ConfigError(
-            "train.initial_checkpoint", pipeline.spec.train.initial_checkpoint,
-            f"does not fit this model at layer {name}", "use the model that it was trained with",
-        )  # fmt: skip
-
-    names = {layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)}
-    if state.keys() != names:  # a deeper network of the same family has layers that would fit
-        raise misfit(min(state.keys() ^ names))
-    for key in pipeline.modules:
-        for name, module in pipeline.named_layers(key):
-            wanted = state[name]
-            if pipeline.stage_modules.operators:  # one of them may have a part of a layer
-                wanted = {tensor: value for tensor, value in wanted.items() if tensor in module.state_dict()}
-            try:
-                module.load_state_dict(wanted)
-            except RuntimeError as error:
-                raise misfit(name) from error

@@ -1,0 +1,294 @@
+"""Plain state dicts: weights by the names that they have in the user's own class, and how they fit a model's names.
+
+A network of the user's own has its own names ("layer1.0.conv1.weight"), one of the toolkit's those of its layers, each
+followed by the layer's ("stem.conv.weight").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gems.config.schema import DataConfig, ModelConfig
+from gems.engine.checkpoint import weights
+from gems.engine.checkpoint.manifest import MANIFEST_JSON, Manifest, checkpoint_folders
+from gems.errors import ConfigError
+from gems.models import layers_of
+from gems.models.build import as_tuple, build_layers
+from gems.models.imported.user_code import construct, construct_on_meta
+from gems.runs.folder import RunFolder
+from gems.runs.lookup import find_run
+from gems.utils.atomic_io import atomic_write
+
+if TYPE_CHECKING:
+    from gems.engine.pipeline import Pipeline
+
+KEY = "train.initial_checkpoint"
+SAFETENSORS = ".safetensors"
+NESTED = ("state_dict", "model_state_dict", "model", "module", "net")  # where a training script's checkpoint has them
+COUNTER = "num_batches_tracked"  # older files lack it, and only batch norm without a momentum reads it
+MAX_NAMES = 4  # that a message lists
+
+
+def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """Read weights by name from a .pt, .pth or .safetensors file, the folder of a run, of weights or of a checkpoint.
+
+    Only tensors are unpickled, and a file is mapped into memory, not copied. A checkpoint of a training script may have
+    them one level down, as "state_dict" or "model".
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no tensors by name.
+    """
+    if path.is_dir():
+        layers = _read_layers(path)
+        return {full_name(model, layer, key): value for layer, state in layers.items() for key, value in state.items()}
+    try:
+        found: Any = (
+            load_file(path)
+            if path.suffix == SAFETENSORS
+            else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        )
+    except Exception as error:  # whatever pickle, zip or the mapping raises
+        lines = str(error).strip().splitlines() or [""]
+        raise ConfigError(KEY, path, f"cannot be read ({type(error).__name__}: {lines[0]})") from error
+    for name in NESTED:
+        if isinstance(found, Mapping) and not _is_state_dict(found) and isinstance(found.get(name), Mapping):
+            found = found[name]
+    if not isinstance(found, Mapping) or not _is_state_dict(found):
+        kind = f"keys {_listed(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
+        raise ConfigError(KEY, path, f"holds no state dict, but {kind}", "save module.state_dict()")
+    return dict(found)
+
+
+def _read_layers(path: Path) -> weights.Weights:
+    """Return the weights of a finished run, or of the newest checkpoint of one that has not finished."""
+    run = RunFolder(path)
+    saved = [path] if (path / MANIFEST_JSON).exists() else checkpoint_folders(run.checkpoints)
+    if not saved or run.checkpoint.is_dir():
+        return weights.load(path)
+    layers: weights.Weights = {}
+    try:
+        for file in Manifest.read(saved[0]).files:
+            with safe_open(str(saved[0] / file.name), framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - no mapping
+                    kind, _, rest = name.partition("/")
+                    if kind in ("parameters", "buffers"):
+                        layer, _, key = rest.partition("/")
+                        layers.setdefault(layer, {})[key] = shard.get_tensor(name).clone()
+    except Exception as error:
+        raise ConfigError(KEY, saved[0], f"cannot be read ({type(error).__name__}: {error})") from error
+    return layers
+
+
+def _is_state_dict(found: Mapping[Any, Any]) -> bool:
+    return bool(found) and all(isinstance(value, Tensor) for value in found.values())
+
+
+def full_name(model: ModelConfig, layer: str, key: str) -> str:
+    """Return the name of a tensor in the whole network, of which a layer knows it as `key`."""
+    return key if model.target is not None else f"{layer}.{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How weights fit a model: the name in the file of each of its tensors, those drawn anew, and names left over."""
+
+    names: Mapping[str, str]
+    drawn_anew: tuple[str, ...]
+    unused: tuple[str, ...]
+    removed_prefix: str
+    added_prefix: str
+
+    def describe(self, path: Path | str) -> str:
+        """Return one line about what was loaded."""
+        total = len(self.names) + len(self.drawn_anew)
+        removed = f", without the prefix {self.removed_prefix}" if self.removed_prefix else ""
+        added = f", into {self.added_prefix.rstrip('.')}" if self.added_prefix else ""
+        anew = f"; drawn anew: {_listed(self.drawn_anew)}" if self.drawn_anew else ""
+        unused = f"; not used: {_listed(self.unused)}" if self.unused else ""
+        return f"{len(self.names)} of {total} tensors from {path}{removed}{added}{anew}{unused}"
+
+
+def match_names(
+    wanted: Mapping[str, Sequence[int]],
+    given: Mapping[str, Sequence[int]],
+    path: Path | str,
+    prefix: str | None = None,
+    is_strict: bool = True,
+    new: Sequence[str] = (),
+) -> Match:
+    """Match names and shapes of a model's tensors with those of a file.
+
+    `prefix` is taken off the file's names; None finds the one that makes most names fit, or one that the file lacks
+    because its network is a submodule of ours. Tensors of ours that fit a pattern of `new` are drawn anew. If
+    `is_strict` all others must be in the file, and the file may hold no more than that.
+
+    Raises:
+        ConfigError: no name fits, another shape, or, if strict, names that are missing or left over.
+    """
+    removed, added = _prefixes(wanted, given) if prefix is None else (prefix, "")
+    theirs = {added + name.removeprefix(removed): name for name in given if name.startswith(removed)}
+    is_new = {name: any(fnmatchcase(name, pattern) for pattern in new) for name in wanted}
+    names = {name: theirs[name] for name in wanted if name in theirs and not is_new[name]}
+    if not names:
+        raise ConfigError(
+            KEY, path, f"has no tensor of this model (it has {_listed(given)}, the model has {_listed(wanted)})",
+            "give the prefix of its names by train.initial_prefix",
+        )  # fmt: skip
+    for name, saved in names.items():
+        if tuple(wanted[name]) != tuple(given[saved]):
+            layer = name.rpartition(".")[0]
+            raise ConfigError(
+                KEY, path, f"has {saved} of shape {_shape(given[saved])}, and the model {_shape(wanted[name])}",
+                f"draw it anew by train.initial_new=[{layer}.*]",
+            )  # fmt: skip
+    anew = tuple(name for name in wanted if name not in names and not name.endswith(COUNTER))
+    missing = [name for name in anew if not is_new[name]]
+    used = {*names.values(), *(theirs[name] for name in wanted if name in theirs)}
+    unused = tuple(name for name in given if name not in used)
+    advice = "name what may be drawn anew by train.initial_new=[...], or set train.initial_strict=false"
+    if is_strict and missing:
+        raise ConfigError(KEY, path, f"lacks {_listed(missing)}", advice)
+    if is_strict and unused:
+        raise ConfigError(KEY, path, f"has more than this model: {_listed(unused)}", "set train.initial_strict=false")
+    return Match(names, anew, unused, removed, added)
+
+
+def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
+    """Return the prefix to take off the file's names and that to put before them, with which most names fit."""
+    ours, theirs = set(wanted), set(given)
+    heads = [(head, "") for head in _heads(theirs)] + [("", head) for head in _heads(ours)]
+
+    def num_fits(prefixes: tuple[str, str]) -> int:
+        removed, added = prefixes
+        return sum(name.startswith(removed) and added + name.removeprefix(removed) in ours for name in theirs)
+
+    return max([("", ""), *heads], key=num_fits)
+
+
+def _heads(names: Iterable[str]) -> list[str]:
+    """Return the first one and the first two words of names, with their dots."""
+    words = [name.split(".") for name in names]
+    return sorted({".".join(each[:count]) + "." for each in words for count in (1, 2) if len(each) > count})
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - MAX_NAMES} more" if len(every) > MAX_NAMES else ""
+    return ", ".join(every[:MAX_NAMES]) + more
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+def restore(pipeline: Pipeline, path: Path) -> Match:
+    """Load weights into every stage of this rank, whatever partition they were saved with, and return how they fit.
+
+    Raises:
+        ConfigError: as `read_state_dict` and `match_names`.
+    """
+    spec = pipeline.spec
+    train, model = spec.train, spec.model
+    state = read_state_dict(path, model)
+    wanted = {
+        name: tuple(value.shape) for name, value in whole_model(model, spec.data, device="meta").state_dict().items()
+    }
+    given = {name: tuple(value.shape) for name, value in state.items()}
+    match = match_names(wanted, given, path, train.initial_prefix, train.initial_strict, train.initial_new)
+    for key in pipeline.modules:
+        for layer_name, module in pipeline.named_layers(key):
+            full = {inner: full_name(model, layer_name, inner) for inner in module.state_dict()}
+            found = {inner: state[match.names[name]] for inner, name in full.items() if name in match.names}
+            module.load_state_dict(found, strict=False)
+    return match
+
+
+class NamedLayers(nn.Module):
+    """A network of the toolkit's own in one piece; its state dict has the layers' names before those in a layer."""
+
+    def __init__(self, names: Iterable[str], modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._in_order: list[nn.Module] = []
+        for name, module in zip(names, modules, strict=True):
+            *folders, last = name.split(".")
+            into: nn.Module = self
+            for folder in folders:
+                if folder not in into._modules:
+                    into.add_module(folder, nn.Module())
+                into = into.get_submodule(folder)
+            into.add_module(last, module)
+            self._in_order.append(module)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Run the layers in order."""
+        for module in self._in_order:
+            tensors = as_tuple(module(*tensors))
+        return tensors[0] if len(tensors) == 1 else tensors
+
+
+def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn.Module:
+    """Return the configured network in one piece: an instance of the user's own class, or `NamedLayers`."""
+    if model.target is not None:
+        make = construct_on_meta if device == "meta" else construct
+        return make(model.target, model.kwargs, model.path)
+    layers = layers_of(model, data)
+    return NamedLayers((layer.name for layer in layers), build_layers(layers, 0, len(layers), 0, device=device))
+
+
+def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module:
+    """Return the configured network with the weights of a run's folder or a folder of weights, in evaluation mode.
+
+    Tensors that no layer of a run uses keep the values that the constructor gives them.
+
+    Raises:
+        ConfigError: there are no weights, or they are of another model.
+    """
+    module = whole_model(model, data)
+    state, found = module.state_dict(), read_state_dict(path, model)
+    for name in {name for name, _ in module.named_buffers()} - state.keys():
+        found.pop(name, None)  # a checkpoint has buffers that are not persistent, too
+    strange = [name for name in found if name not in state]
+    if strange:
+        raise ConfigError(KEY, path, f"has weights of another model: {_listed(strange)}")
+    module.load_state_dict(state | found, strict=True)
+    return module.eval()
+
+
+def load_model(run: str | Path) -> nn.Module:
+    """Return the network of a run with its trained weights, in evaluation mode.
+
+    It is an instance of the user's own class, or one module with the layers of a network of the toolkit. `run` is the
+    run's folder, or its name below runs/.
+
+    Raises:
+        ConfigError: no such run, or none with weights.
+    """
+    path = find_run(str(run))
+    spec = RunFolder(path).read_spec()
+    return trained_model(path, spec.model, spec.data)
+
+
+def write_state_dict(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write a state dict as .safetensors, or by torch.save for any other suffix; the file appears complete.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    try:
+        with atomic_write(path) as partial:
+            if path.suffix == SAFETENSORS:
+                save_file(plain, partial, metadata={"format": "pt"})
+            else:
+                torch.save(plain, partial)
+    except OSError as error:
+        raise ConfigError("--out", path, f"cannot be written ({error.strerror})") from error
