@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text, with_new_names
-from gems.config.recipe import TASKS
+from gems.config.recipe import LOGGERS, TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
 from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
@@ -313,6 +313,9 @@ class TrainConfig:
         "the newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
         form="must be auto, never, or the folder of a run or a checkpoint",
     )  # fmt: skip
+    loggers: list[str] = choice(
+        [], LOGGERS, "trackers that get the figures of each step, beside metrics.csv", in_run_id=False
+    )
     log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)
 
     @property

@@ -16,6 +16,7 @@ from gems import __version__
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.saver import Saver
+from gems.engine.supervision.loggers import Loggers
 from gems.engine.supervision.progress import Progress
 from gems.engine.transport.mpi import Comm, library
 from gems.errors import ConfigError
@@ -56,10 +57,12 @@ def run_steps(
     first_step: int,
     run_step: Step,
     losses: list[float] | None = None,
+    loggers: Loggers | None = None,
 ) -> bool:
     """Run the steps from `first_step` on, and return whether the run stops early; collective.
 
-    Rank 0 shows the progress, and appends each loss to `losses`; an emulated run has none, and returns NaN.
+    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers`; an emulated run has none, and
+    returns NaN.
     """
     images, num_steps = global_batch(spec), spec.train.steps
     progress = Progress(spec.name, num_steps, images, progress_json, first_step) if rank == 0 else None
@@ -73,6 +76,8 @@ def run_steps(
             if progress is not None:
                 if losses is not None:
                     losses.append(loss)
+                if loggers is not None:
+                    loggers.log(step + 1, {"train_loss": loss, "step_s": (end_ns - start_ns) / 1e9})
                 progress.show(step + 1, loss)
             if saver.end(step + 1, losses or ()):
                 return True

@@ -23,6 +23,7 @@ from gems.engine.device import DTYPES
 from gems.engine.optimization.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.step_loop import measure_offset, run_steps, schedule_record, trace_attributes
+from gems.engine.supervision.loggers import Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
 from gems.engine.supervision.stop_request import StopListener
@@ -33,6 +34,7 @@ from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
+LOGGED = ("train_loss", "step_s")  # the columns of metrics.csv
 _log = logging.getLogger(__name__)
 
 
@@ -111,10 +113,13 @@ def train(
                 part.add("samples", (comm.rank, *sample))
             return start_ns, end_ns, float("nan") if total is None else total[0] / labels
 
-        with closing(loader), closing(saver):
+        loggers = open_loggers(spec, folder, LOGGED, start.step) if comm.rank == 0 else Loggers(())
+        with closing(loader), closing(saver), closing(loggers):
             pipeline.set_training(True)
             try:
-                stops = run_steps(spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses)
+                stops = run_steps(
+                    spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses, loggers
+                )
             finally:
                 for sample in monitor.close():
                     part.add("samples", (comm.rank, *sample))

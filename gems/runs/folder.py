@@ -25,7 +25,7 @@ from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "checkpoints",
+    "checkpoints", "metrics.csv", "tensorboard", "wandb",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")
@@ -68,6 +68,7 @@ class RunFolder:
     stalled_json = _Entry("STALLED.json")  # the hang that a rank detected
     trace_h5 = _Entry("trace.h5")  # the merged trace
     logs = _Entry("logs")  # the ranks' output
+    metrics_csv = _Entry("metrics.csv")  # loss and other figures of each step, of all attempts together
     checkpoint = _Entry("checkpoint")  # the weights at the end
     checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step
 

@@ -1,0 +1,196 @@
+"""Loggers: what rank 0 writes of each step for people and their trackers.
+
+The CSV is always there; TensorBoard, Weights & Biases (offline) and MLflow (its file store) are extras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gems.config.fields import keys
+from gems.config.resolve import run_id
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from gems.utils.atomic_io import atomic_write
+
+MAX_PARAM_CHARS = 500  # of a value, as MLflow limits them
+
+
+class Logger(Protocol):
+    """A place that values by name go to."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step, counted from 1: those that are known."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Loggers:
+    """All loggers of a run, on rank 0."""
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self._loggers = tuple(loggers)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step, counted from 1, to each logger."""
+        for logger in self._loggers:
+            logger.log(step, values)
+
+    def close(self) -> None:
+        """Close each logger."""
+        for logger in self._loggers:
+            logger.close()
+
+
+def open_loggers(spec: RunSpec, folder: RunFolder, names: Sequence[str], first_step: int) -> Loggers:
+    """Open the CSV with a column for each of `names`, and the loggers of train.loggers; `first_step` counts from 0.
+
+    A run that continues goes on in the same files; what they have from `first_step` on is of steps that are lost.
+
+    Raises:
+        ConfigError: a logger's package is not installed.
+    """
+    with contextlib.ExitStack() as opened:
+        made: list[Logger] = []
+        for name in spec.train.loggers:
+            made.append(opened.enter_context(contextlib.closing(_MAKERS[name](spec, folder, first_step))))
+        made.append(CsvLogger(folder.metrics_csv, names, first_step))
+        opened.pop_all()
+    return Loggers(made)
+
+
+class CsvLogger:
+    """One row a step, with empty cells for what was not measured then; each row is flushed."""
+
+    def __init__(self, path: Path, names: Sequence[str], first_step: int) -> None:
+        self._columns = ("step", *names)
+        kept: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                kept = [
+                    row for row in csv.DictReader(file) if row["step"].isdecimal() and int(row["step"]) <= first_step
+                ]
+        with atomic_write(path) as partial, partial.open("w", newline="") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(kept)
+        self._file = path.open("a", newline="")
+
+    def _writer(self, file: Any) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the row of a step."""
+        self._writer(self._file).writerow({"step": step, **{name: repr(value) for name, value in values.items()}})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Event files in the run's folder, for `tensorboard --logdir runs`."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+        writer = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(folder.path / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self._writer.add_text("run.yaml", "\n".join(f"    {key}: {value}" for key, value in settings(spec).items()))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a scalar for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """A run of Weights & Biases, offline unless WANDB_MODE says another; `wandb sync` sends it later."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")  # read when it is imported
+        wandb = _package("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "gems"), name=folder.path.name, id=run_id(spec), resume="allow",
+            dir=str(folder.path), config=settings(spec), mode=os.environ.get("WANDB_MODE", "offline"),
+        )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class MlflowLogger:
+    """A run of MLflow, in `mlruns` beside the run folders unless MLFLOW_TRACKING_URI says another place."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow 3 refuses otherwise
+        _package("mlflow")
+        client = importlib.import_module("mlflow.tracking").MlflowClient
+        store = os.environ.get("MLFLOW_TRACKING_URI") or (folder.path.parent / "mlruns").as_uri()
+        self._client = client(tracking_uri=store)
+        experiment = self._client.get_experiment_by_name(spec.name)
+        number = self._client.create_experiment(spec.name) if experiment is None else experiment.experiment_id
+        found = self._client.search_runs([number], f"tags.mlflow.runName = '{folder.path.name}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, "RUNNING")
+            return
+        self._id = self._client.create_run(number, run_name=folder.path.name).info.run_id
+        for key, value in settings(spec).items():
+            self._client.log_param(self._id, key, str(value)[:MAX_PARAM_CHARS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values."""
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._id)
+
+
+_MAKERS: dict[str, Callable[[RunSpec, RunFolder, int], Logger]] = {
+    "tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MlflowLogger,
+}  # fmt: skip
+
+
+def settings(spec: RunSpec) -> dict[str, Any]:
+    """Return the keys of a run that differ from their defaults, with their values."""
+    found = {}
+    for key in keys(RunSpec):
+        value: Any = spec
+        for name in key.name.split("."):
+            value = getattr(value, name)
+        if value != key.default:
+            found[key.name] = value
+    return found
+
+
+def _package(name: str, module: str | None = None) -> Any:
+    """Import the package of a logger.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module or name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "train.loggers", name, f"needs {error.name}, which is not installed", f"pip install 'gems-train[{name}]'"
+        ) from error
