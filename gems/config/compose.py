@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gems.config import target_files
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.fields import keys
 from gems.config.overrides import (
@@ -31,6 +32,7 @@ from gems.config.overrides import (
     registered_options,
     rewritten,
     translate,
+    with_target_files,
 )
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
@@ -65,7 +67,7 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            spec = _to_spec(hydra.compose(config_name="config", overrides=list(overrides)))
+            spec = _to_spec(hydra.compose(config_name="config", overrides=with_target_files(overrides)))
             default.check()
     except GemsError:
         raise
@@ -126,7 +128,7 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
             failed.append(error)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [program, *argv]
+    sys.argv = [program, *with_target_files(argv)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own errors come out, instead of as text and SystemExit
     try:
         app()
@@ -181,6 +183,7 @@ def _store_schema() -> None:
 def _register(default: _DefaultCluster) -> None:
     """Give Hydra what is no file: the schema, the default cluster, and the registered options without a file."""
     _store_schema()
+    target_files.register()
     store, folders = ConfigStore.instance(), config_folders(default.overrides)
     for group in REGISTERED:
         files = {path.name for folder in folders for path in (folder / group).glob("*.yaml")}

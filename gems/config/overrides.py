@@ -22,6 +22,7 @@ from gems.config.recipe import AUTO as AUTO_LOSS
 from gems.config.recipe import LOSSES, LR_SCHEDULERS, OPTIMIZERS
 from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
 from gems.config.schema import COSTS, PROFILES, RunSpec
+from gems.config.target_files import SCHEME
 from gems.errors import ConfigError, nearest, one_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED
 from gems.utils.registry import load_plugins, plugin_folder
@@ -66,6 +67,12 @@ def hydra_word(override: str) -> str:
 def config_folders(words: Sequence[str]) -> list[Path]:
     """Return the folders of options: ours, and those of the user in hydra.searchpath."""
     return [CONF, *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")]))]
+
+
+def with_target_files(words: Sequence[str]) -> list[str]:
+    """Return overrides for Hydra, which then takes `_target_` in the files of the user's folders."""
+    schemes = FILE, f"{SCHEME}://"
+    return [word.replace(*schemes) if word.startswith("hydra.searchpath=") else word for word in words]
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +16,7 @@ from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer
+from gems.engine.optimization.parameter_groups import NumberedLayer, freeze
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
@@ -24,6 +25,7 @@ from gems.engine.transport.mpi import Comm, Transport, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.staging import open_staging
+from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
 from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
@@ -134,10 +136,12 @@ def build_pipeline(
         for direction in range(placement.num_directions)
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
+    layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
+    _freeze(spec, comm, layers)
     stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
     reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
     gradients = Gradients(modules, reduce_transport, dtype, device)
-    optimizer = build_optimizer(spec.optimizer, (p for of_stage in modules.values() for p in of_stage.parameters()))
+    optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
     recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
@@ -159,3 +163,21 @@ def build_pipeline(
         spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, gradients, optimizer, recorder,
         control, train, evaluate, plan, segments,
     )  # fmt: skip
+
+
+def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
+    """Freeze parameters by optimizer.frozen; collective if there are patterns.
+
+    Raises:
+        ConfigError: a pattern matches nothing in the whole model.
+    """
+    patterns = spec.optimizer.frozen
+    if not patterns:
+        return
+    used = set().union(*comm.allgather(freeze(layers, patterns)))
+    for pattern in patterns:
+        if pattern not in used:
+            raise ConfigError(
+                "optimizer.frozen", pattern, "is the name of no layer or parameter of the model",
+                "give names or patterns such as layer1.* or *.bias; `gems partition` lists the layers",
+            )  # fmt: skip

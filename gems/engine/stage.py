@@ -137,9 +137,10 @@ class Stage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, of gradients of the same size, and of buffers."""
+        """Bytes of parameters, of gradients of the same size unless they are frozen, and of buffers."""
         parameters = list(self.modules.parameters())
-        return 2 * tensor_bytes(parameters) + tensor_bytes(self.modules.buffers())
+        gradients = tensor_bytes(parameter for parameter in parameters if parameter.requires_grad)
+        return tensor_bytes(parameters) + gradients + tensor_bytes(self.modules.buffers())
 
     @property
     def num_in_flight(self) -> int:

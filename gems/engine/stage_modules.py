@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gems.config.schema import RunSpec
+from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
 from gems.models.blocks.chain import operator_module
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec
@@ -39,6 +40,12 @@ class StageModules:
     def unit_names(self, stage: int) -> list[str]:
         """Return the names of what only this stage has: layers, or an operator."""
         return [self.operators[stage].name] if self.operators else self.layer_names(stage)
+
+    def numbered(self, stage: int, modules: Iterable[nn.Module]) -> list[NumberedLayer]:
+        """Return the modules of a stage with the places of their layers in the whole model."""
+        first = self.operators[stage].layer if self.operators else self.boundaries[stage]
+        names = self.layer_names(stage)
+        return [NumberedLayer(first + i, names[i], module) for i, module in enumerate(modules)]
 
     def build(
         self, stages: Iterable[int], seed: int, dtype: torch.dtype, device: torch.device | str

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.engine.optimization.optimizer import build_optimizer
+from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.errors import GemsError
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -267,7 +268,9 @@ def _theirs(name: str, cuts: Sequence[int], spec: RunSpec, comm: Any, images: Te
     held = {"linear": [rank], "looped": [rank, rank + size], "v": [rank, 2 * size - 1 - rank]}[THEIR_SCHEDULES[name]]
     layers = layers_of(spec.model, spec.data)
     modules = [nn.Sequential(*build_layers(layers, cuts[s], cuts[s + 1], spec.seed)).train() for s in held]
-    optimizer = build_optimizer(spec.optimizer, (p for module in modules for p in module.parameters()))
+    optimizer = build_optimizer(
+        spec.optimizer, [NumberedLayer(i, str(i), module) for i, module in enumerate(modules)], len(modules)
+    )
     stages = [
         pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
         for module, stage in zip(modules, held, strict=True)

@@ -34,6 +34,7 @@ from torch.nn import functional
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.engine.optimization.optimizer import build_optimizer
+from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -86,7 +87,7 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
     """
     layers = layers_of(task.spec.model, task.spec.data)
     model = nn.Sequential(*build_layers(layers, 0, len(layers), seed))
-    optimizer = build_optimizer(task.spec.optimizer, model.parameters())
+    optimizer = build_optimizer(task.spec.optimizer, [NumberedLayer(0, "model", model)], 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
     images, labels = task.train

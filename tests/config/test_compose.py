@@ -258,3 +258,12 @@ class TestMyConf:
         (my_conf / "cluster" / "site.yaml").write_text("launcher: ???\nname: ???\n")
         spec = compose([search_path(my_conf), "cluster=site"])
         assert spec.cluster.launcher == "mpiexec", "the schema's default stands"
+
+
+def test_hydras_spelling_of_a_target_in_a_file_of_ones_own(tmp_path):
+    path = tmp_path / "optimizer" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text("_target_: my.Lamb\n_partial_: true\nbetas: [0.8, 0.9]\nlayer_decay: 0.9\n")
+    found = compose([f"hydra.searchpath=['file://{tmp_path}']", "optimizer=mine", "optimizer.kwargs.eps=0.1"]).optimizer
+    assert (found.target, found.kwargs) == ("my.Lamb", {"betas": [0.8, 0.9], "eps": 0.1})
+    assert found.layer_decay == 0.9

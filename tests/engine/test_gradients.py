@@ -8,6 +8,7 @@ from torch import nn
 
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer, state_bytes
+from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.transport.mpi import Transport
 from tests.engine.toys import make_spec
 
@@ -93,10 +94,19 @@ def test_one_copy_alone_is_left_as_it_is(transport):
 def test_optimizer_state_is_counted(name, tensors_per_parameter):
     config = make_spec(optimizer__name=name).optimizer
     module = nn.Linear(3, 2)
-    optimizer = build_optimizer(config, module.parameters())
+    optimizer = build_optimizer(config, [NumberedLayer(0, "linear", module)], 1)
     assert state_bytes(optimizer) == 0
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     counters = 2 * 4 if name == "adam" else 0
     assert state_bytes(optimizer) == tensors_per_parameter * 8 * 4 + counters
+
+
+def test_frozen_parameters_have_no_gradient_and_no_place_in_the_message(transport):
+    module = layers()
+    module[0].weight.requires_grad_(False)
+    gradients = Gradients({(0, 0): module}, transport, torch.float32, CPU)
+    assert module[0].weight.grad is None and module[0].bias.grad is not None
+    num_trained = sum(p.numel() for p in module.parameters()) - module[0].weight.numel()
+    assert gradients.num_bytes == 4 * (num_trained + 8)

@@ -180,3 +180,19 @@ def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
     part = sub_world(comm, spec.world_size)
     if part is not None:
         assert compare(spec, part, torch.device("cpu")).max_rel_error > 1e-10
+
+
+RECIPES = {
+    "groups": {
+        "optimizer__name": "adamw", "optimizer__lr": 1e-3, "optimizer__weight_decay": 0.05,
+        "optimizer__decay_norms_and_biases": False, "optimizer__layer_decay": 0.8, "optimizer__frozen": ["*.bias"],
+    },
+    "lamb": {"optimizer__name": "lamb", "optimizer__weight_decay": 0.01, "optimizer__frozen": ["stem"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+def test_recipes(comm, schedule, partitions, replicas, recipe):
+    spec = make_spec(schedule, partitions, replicas, **RECIPES[recipe])
+    check(comm, replace(spec, train=replace(spec.train, steps=4)))

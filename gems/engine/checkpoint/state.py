@@ -82,7 +82,8 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
         ConfigError: a tensor is missing or of another shape.
     """
     optimizer_state: dict[int, dict[str, Tensor]] = {}
-    places = {id(p): place for place, p in enumerate(pipeline.optimizer.param_groups[0]["params"])}
+    parameters = (p for group in pipeline.optimizer.param_groups for p in group["params"])
+    places = {id(p): place for place, p in enumerate(parameters)}
     is_same = manifest.layout == rank_layout(pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries)
     with _Shards(folder) as shards, torch.no_grad():
         for (direction, _), name, part, module in _layers(pipeline):
@@ -101,7 +102,7 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
                     for slot in shards.slots(owner)
                     if (saved := f"optimizer/{slot}/{name}/{key}") in shards.names(owner)
                 }
-                if slots:
+                if slots and parameter.requires_grad:
                     optimizer_state[places[id(parameter)]] = slots
             if is_same:
                 for key, buffer in _counters(module):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
 from gems.engine.transport.mpi import Transport
 
@@ -18,6 +19,8 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
 
 class Gradients:
     """The gradients of all stages on a rank, as views of one buffer, and their sum over all copies.
+
+    Frozen parameters have none.
 
     The buffer is [gradients by stage | running statistics | gradients of second copies], and the first two parts are
     the message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves both directions and all replicas
@@ -34,18 +37,18 @@ class Gradients:
         self._statistics = [
             tensors for same in copies for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)
         ]
-        num_gradients = sum(parameter.numel() for same in copies for parameter in same[0].parameters())
+        num_gradients = sum(p.numel() for same in copies for p in trained(same[0].parameters()))
         end_of_message = num_gradients + sum(tensors[0].numel() for tensors in self._statistics)
-        num_seconds = sum(p.numel() for same in copies for copy in same[1:] for p in copy.parameters())
+        num_seconds = sum(p.numel() for same in copies for copy in same[1:] for p in trained(copy.parameters()))
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
         self._message, self._packed = self._flat[:end_of_message], self._flat[num_gradients:end_of_message]
         # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
         at, at_second = 0, end_of_message
         for same in copies:
-            size = _set_views(same[0].parameters(), self._flat, at)
+            size = _set_views(trained(same[0].parameters()), self._flat, at)
             for copy in same[1:]:
-                _set_views(copy.parameters(), self._flat, at_second)
+                _set_views(trained(copy.parameters()), self._flat, at_second)
                 self._seconds.append((self._flat[at : at + size], self._flat[at_second : at_second + size]))
                 at_second += size
             at += size

@@ -23,6 +23,7 @@ from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.optimizer import build_optimizer
+from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
 from gems.engine.pipeline import build_pipeline
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.memory_report import memory_report
@@ -62,14 +63,18 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     layers = layers_of(spec.model, spec.data)
     modules = build_layers(layers, 0, len(layers), spec.seed, dtype, device)
     model = nn.ModuleList(modules)
-    optimizer = build_optimizer(spec.optimizer, model.parameters())
+    names = [layer.name for layer in layers]
+    numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
+    freeze(numbered, spec.optimizer.frozen)
+    optimizer = build_optimizer(spec.optimizer, numbered, len(layers))
+    parameters = list(trained(model.parameters()))
     statistics = running_statistics(model)
     dataset = open_dataset(spec.data, spec.seed)
     for step in range(spec.train.steps):
         optimizer.zero_grad(set_to_none=True)
         start = [buffer.clone() for buffer in statistics]
         mean = [torch.zeros_like(buffer) for buffer in statistics]
-        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        total = [torch.zeros_like(parameter) for parameter in parameters]
         copies = list(_copier(spec, schedule))
         for samples in copies:
             for buffer, value in zip(statistics, start, strict=True):
@@ -84,13 +89,13 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
                 torch.autograd.backward(loss)
             for sum_of_copies, buffer in zip(mean, statistics, strict=True):
                 sum_of_copies += buffer / len(copies)
-            for sum_of_copies, parameter in zip(total, model.parameters(), strict=True):
+            for sum_of_copies, parameter in zip(total, parameters, strict=True):
                 if parameter.grad is not None:
                     sum_of_copies += parameter.grad
                 parameter.grad = None
         for buffer, value in zip(statistics, mean, strict=True):
             buffer.copy_(value)
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
+        for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
         optimizer.step()
         yield collect_values(zip((layer.name for layer in layers), modules, strict=True))
