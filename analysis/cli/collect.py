@@ -1,12 +1,15 @@
-"""Collection: the parts of a run's ranks become one trace, two pictures and a table."""
+"""Collection: the parts of a run's ranks become one trace, its pictures and a table."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from analysis.io.load import Loaded, load_parts, load_trace
 from analysis.metrics.run_metrics import Metrics, run_metrics
 from analysis.plots.figure import save_figure
+from analysis.plots.learning_curve import learning_figure
 from analysis.plots.memory_curve import memory_figure
 from analysis.plots.timeline import timeline_figure
 from gems.profile import ModelProfile
@@ -15,6 +18,7 @@ from gems.runs.folder import RunFolder
 from gems.trace import write_trace
 from gems.utils.atomic_io import read_json
 
+LEARNING_PNG = "learning_curve.png"
 RESULTS = (
     "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",
     "predicted_activation_bytes",
@@ -22,7 +26,7 @@ RESULTS = (
 
 
 def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
-    """Merge the parts in a run folder into trace.h5, draw timeline.png and memory.png, and return the files by name.
+    """Merge the parts in a run folder into trace.h5, draw its pictures, and return the files by name.
 
     A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was stopped, the steps that
     every rank finished are drawn; without one there is no picture, but the trace is written.
@@ -39,6 +43,9 @@ def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
         for name, draw in (("timeline", timeline_figure), ("memory", memory_figure)):
             files[name] = str(path / f"{name}.png")
             save_figure(draw(loaded.trace), path / f"{name}.png")
+        if np.isfinite(loaded.trace.steps["loss"]).any():
+            files["learning curve"] = str(path / LEARNING_PNG)
+            save_figure(learning_figure(loaded.trace), path / LEARNING_PNG)
     if folder.checkpoint.is_dir():
         files["checkpoint"] = str(folder.checkpoint)
     return loaded, run_metrics(loaded.trace), files

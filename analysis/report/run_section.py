@@ -15,6 +15,7 @@ from analysis.io.load import Loaded
 from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import run_metrics, step_times_s
 from analysis.plots.figure import DPI, SOURCE_MARKS
+from analysis.plots.learning_curve import validation_curves
 from analysis.plots.waterfall import waterfall_figure
 from analysis.report.canvas_data import memory_block, timeline_block, windows_json
 from analysis.report.html import Cell, Html, data_element, element, joined, line_chart, svg_image
@@ -162,7 +163,12 @@ def _charts(place: int, trace: Trace) -> list[Html]:
     name = "optimizer step"
     loss = line_chart(f"loss-{place}", steps["step"], steps["loss"], name, f"Training loss, {trace.source}")
     times_ms, about = step_times_s(steps) * 1e3, f"Step time in ms, {trace.source}"
-    return [loss, line_chart(f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True)]
+    times = line_chart(f"step-times-{place}", steps["step"], times_ms, name, about, is_from_zero=True)
+    validations = [
+        line_chart(f"{metric}-{place}", *curve, name, f"{metric.replace('_', ' ').capitalize()}, {trace.source}")
+        for metric, curve in validation_curves(trace).items()
+    ]
+    return [loss, *validations, times]
 
 
 def _texts(trace: Trace) -> list[Html]:

@@ -164,6 +164,14 @@ def _check_train(spec: RunSpec) -> None:
     train, resume, skipped = spec.train, spec.train.resume, spec.benchmark.skip_steps
     if skipped >= train.steps:
         raise ConfigError("benchmark.skip_steps", skipped, f"must be below train.steps={train.steps}")
+    if train.validate_steps is not None and train.validate_epochs is not None:
+        raise ConfigError("train.validate_epochs", train.validate_epochs, "excludes train.validate_steps", "give one")
+    every = train.validate_steps or train.validate_epochs
+    for key, value in (("train.patience", train.patience), ("train.monitor", train.monitor)):
+        if value is not None and not (every or (key == "train.monitor" and train.evaluate)):
+            raise ConfigError(key, value, "needs validations", "give train.validate_steps or train.validate_epochs")
+    if train.patience is not None and train.monitor is None:
+        raise ConfigError("train.patience", train.patience, "needs a metric to judge by", "give train.monitor")
     if train.initial_checkpoint is not None:
         weights = ("checkpoint/stage*.pt", "stage*.pt")  # of a run's folder, or of that of the weights
         is_file = Path(train.initial_checkpoint).suffix in STATE_DICTS and Path(train.initial_checkpoint).is_file()

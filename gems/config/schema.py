@@ -277,7 +277,16 @@ class TrainConfig:
         "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
         "under autocast, messages in the low type",
     )  # fmt: skip
-    evaluate: bool = flag(True, "measure the accuracy on the validation split at the end")
+    evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
+    validate_steps: int | None = number(None, "steps between validations; null: only at the end", min=1)
+    validate_epochs: int | None = number(None, "epochs between validations", min=1)
+    monitor: str | None = text(
+        None, "validation metric whose best weights are kept, such as accuracy or loss (lower is better); null: none"
+    )
+    min_improvement: float = number(0.0, "by how much train.monitor must improve to count as better")
+    patience: int | None = number(
+        None, "validations in a row without a better train.monitor after which training ends; null: none", min=1
+    )
     hang_timeout_s: float = number(
         600.0, "seconds after which an action, or a wait in which nobody moves, is a hang", above=0
     )

@@ -19,6 +19,7 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.supervision.loggers import Loggers
 from gems.engine.supervision.progress import Progress
 from gems.engine.transport.mpi import Comm, library
+from gems.engine.validation import Validator
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
@@ -58,11 +59,12 @@ def run_steps(
     run_step: Step,
     losses: list[float] | None = None,
     loggers: Loggers | None = None,
+    validator: Validator | None = None,
 ) -> bool:
-    """Run the steps from `first_step` on, and return whether the run stops early; collective.
+    """Run the steps from `first_step` on, and return whether the run stops on request; collective.
 
-    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers`; an emulated run has none, and
-    returns NaN.
+    Rank 0 shows the progress, appends each loss to `losses` and hands it to `loggers` with the metrics of a validation;
+    an emulated run has none, and returns NaN.
     """
     images, num_steps = global_batch(spec), spec.train.steps
     progress = Progress(spec.name, num_steps, images, progress_json, first_step) if rank == 0 else None
@@ -73,14 +75,17 @@ def run_steps(
             is_warmup = step - first_step < spec.benchmark.skip_steps
             part.add("rank_steps", (rank, step, start_ns, end_ns, images, loss, is_warmup))
             part.flush()
+            metrics = {} if validator is None else validator.after(step + 1)
             if progress is not None:
                 if losses is not None:
                     losses.append(loss)
                 if loggers is not None:
-                    loggers.log(step + 1, {"train_loss": loss, "step_s": (end_ns - start_ns) / 1e9})
+                    loggers.log(step + 1, {"train_loss": loss, "step_s": (end_ns - start_ns) / 1e9, **metrics})
                 progress.show(step + 1, loss)
             if saver.end(step + 1, losses or ()):
                 return True
+            if validator is not None and validator.is_over:
+                break
     return False
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import labels_per_sample, labels_per_step, open_dataset
 from gems.engine.batch_loader import BatchLoader
@@ -29,12 +30,13 @@ from gems.engine.supervision.monitor import Monitor
 from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.polling import WaitState
+from gems.engine.validation import Validator
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
-LOGGED = ("train_loss", "step_s")  # the columns of metrics.csv
+LOGGED = ("train_loss", "step_s", "validation_loss", "validation_accuracy")  # the columns of metrics.csv
 _log = logging.getLogger(__name__)
 
 
@@ -113,13 +115,26 @@ def train(
                 part.add("samples", (comm.rank, *sample))
             return start_ns, end_ns, float("nan") if total is None else total[0] / labels
 
+        def measure() -> dict[str, float]:
+            heartbeat.beat(spec.train.steps, "validate")
+            accuracies.append(evaluate(pipeline, loader, class_counts))
+            return {name: value for name, value in asdict(accuracies[-1]).items() if isinstance(value, float)}
+
+        def save(path: Path) -> None:
+            weights.save(pipeline, path)
+
+        accuracies: list[Accuracy] = []
+        num_train = comm.bcast(dataset.num_train if dataset and not comm.rank else None)
+        steps_per_epoch = max(1, num_train // global_batch(spec))
+        validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
         loggers = open_loggers(spec, folder, LOGGED, start.step) if comm.rank == 0 else Loggers(())
         with closing(loader), closing(saver), closing(loggers):
             pipeline.set_training(True)
             try:
                 stops = run_steps(
-                    spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses, loggers
-                )
+                    spec, comm.rank, part, folder.progress_json, saver, start.step, run_step, losses, loggers,
+                    validator,
+                )  # fmt: skip
             finally:
                 for sample in monitor.close():
                     part.add("samples", (comm.rank, *sample))
@@ -137,7 +152,8 @@ def train(
             report = memory_report(pipeline, folder.profile_json)
             if comm.rank == 0 and report["unsplit_layers"]:
                 _log.info("full backward at I, because it cannot be split: %s", ", ".join(report["unsplit_layers"]))
-            accuracy = evaluate(pipeline, loader, class_counts) if spec.train.evaluate else None
+            if spec.train.evaluate:
+                validator.validate()
             saver.finish()
         heartbeat.beat(spec.train.steps, "checkpoint")
         weights.save(pipeline, folder.checkpoint)
@@ -146,7 +162,8 @@ def train(
             write_json(folder.result_json, {
                 "num_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1],
                 **schedule_record(pipeline.schedule), "energy_j": energies_j, **report,
-                **({} if accuracy is None else asdict(accuracy)),
+                **(asdict(accuracies[-1]) if accuracies else {}),
+                **({} if validator.best is None else {"best": asdict(validator.best)}),
             })  # fmt: skip
     finally:
         part.close()

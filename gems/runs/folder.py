@@ -25,7 +25,7 @@ from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "checkpoints", "metrics.csv", "tensorboard", "wandb",
+    "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")
@@ -70,6 +70,8 @@ class RunFolder:
     logs = _Entry("logs")  # the ranks' output
     metrics_csv = _Entry("metrics.csv")  # loss and other figures of each step, of all attempts together
     checkpoint = _Entry("checkpoint")  # the weights at the end
+    best = _Entry("best")  # the weights of the best validation, in a folder that best.json names
+    best_json = _Entry("best.json")
     checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step
 
     @classmethod

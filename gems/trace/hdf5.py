@@ -14,7 +14,7 @@ os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")  # parallel file systems
 import h5py
 
 from gems.errors import ConfigError
-from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
+from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, LATER_TABLES, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
 from gems.utils.atomic_io import atomic_write
 
 
@@ -113,6 +113,9 @@ def read_trace(path: Path) -> Trace:
     with open_trace(path) as file:
         tables: dict[str, Any] = {}
         for name, columns in COLUMNS.items():
+            if name in LATER_TABLES and name not in file:
+                tables[name] = np.empty(0, DTYPES[name])
+                continue
             table = np.empty(len(file[name][columns[0][0]]), DTYPES[name])
             for column, *_ in columns:
                 table[column] = read_column(file, name, column)

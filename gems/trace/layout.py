@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 SOURCES = ("measured", "emulated", "simulated")
 # The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or
 # micro-batch.
@@ -52,6 +52,11 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("loss", "f8", "1", "mean training loss of the step, where this rank knows it; NaN elsewhere"),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
     ),
+    "validations": (
+        ("step", "i4", "1", "optimizer steps done"),
+        ("metric", "i2", "1", "metric, index into the root attribute metrics"),
+        ("value", "f8", "1", "its value on the validation split"),
+    ),
     "samples": (
         ("rank", "i4", "1", "world rank"),
         ("t_ns", "i8", "ns", "time on rank 0's clock"),
@@ -63,6 +68,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 }
 # What a column says in a file of a minor version that had it not yet.
 DEFAULTS = {("steps", "attempt"): 1}
+LATER_TABLES = ("validations",)  # which files of an earlier minor version lack
 DTYPES = {name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()}
 
 
@@ -91,6 +97,7 @@ class Trace:
     events: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["events"]))
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["steps"]))
     rank_steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["rank_steps"]))
+    validations: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["validations"]))
     samples: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["samples"]))
     run_yaml: str = ""
     schedule_rows: tuple[str, ...] = ()

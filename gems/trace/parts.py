@@ -15,10 +15,10 @@ import numpy as np
 
 from gems.errors import ConfigError
 from gems.trace.hdf5 import get_attributes, open_trace, read_trace, set_attributes
-from gems.trace.layout import DTYPES, Trace
+from gems.trace.layout import DTYPES, LATER_TABLES, Trace
 
-PART_TABLES = ("events", "rank_steps", "samples")
-TABLES = ("events", "steps", "rank_steps", "samples")
+PART_TABLES = ("events", "rank_steps", "validations", "samples")
+TABLES = ("events", "steps", "rank_steps", "validations", "samples")
 GAP_NS = 1_000_000
 
 
@@ -74,7 +74,10 @@ def read_part(path: Path) -> Trace:
         ConfigError: the file is missing, unreadable, or of a newer schema.
     """
     with open_trace(path) as file:
-        tables: dict[str, Any] = {name: file[name][()] for name in PART_TABLES}
+        tables: dict[str, Any] = {
+            name: np.empty(0, DTYPES[name]) if name in LATER_TABLES and name not in file else file[name][()]
+            for name in PART_TABLES
+        }
         return Trace(attributes=get_attributes(file), **tables)
 
 
@@ -192,7 +195,7 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
     free_ns: int | None = None  # from here on no attempt before has an event
     for number, trace in enumerate(chain):
         tables = {name: getattr(trace, name).copy() for name in TABLES}
-        filled = [table for table in tables.values() if len(table)]
+        filled = [table for table in tables.values() if len(table) and _times(table)]
         shift_ns = zero_ns(trace) - zero_ns(chain[0])
         if filled:
             if free_ns is not None:
@@ -204,7 +207,8 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
             for column in _times(table):
                 table[column] += shift_ns
             if repeated is not None and "step" in (table.dtype.names or ()):
-                tables[name] = table[table["step"] < repeated]
+                done = int(name == "validations")  # whose step is the number of steps before
+                tables[name] = table[table["step"] < repeated + done]
         moved.append(Trace({}, **tables))
     attributes = chain[-1].attributes | {
         "first_step": first_step(chain[0]),

@@ -1,0 +1,121 @@
+"""Validation while a run trains: when it is due, the best weights so far, and when training ends early."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gems.config.schema import TrainConfig
+from gems.engine.transport.mpi import Comm
+from gems.errors import ConfigError, one_of
+from gems.runs.folder import RunFolder
+from gems.trace import TracePart
+from gems.utils.atomic_io import read_json, write_json
+
+PREFIX = "validation_"
+FALLING = ("loss", "error")  # metrics whose names end so are better when they are lower
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of the monitored metric, after how many steps it was reached, and how many were worse since."""
+
+    metric: str
+    step: int
+    value: float
+    num_worse: int = 0
+
+    @property
+    def weights(self) -> str:
+        """The folder of its weights, below that of the run's best."""
+        return f"step{self.step:08d}"
+
+
+class Validator:
+    """Validates every so many steps, keeps the weights of the best validation, and tells when to stop.
+
+    `measure` returns the validation metrics, the same on all ranks, and `save` writes this rank's weights to a folder;
+    both are collective. A run that continues knows its best from best.json.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        folder: RunFolder,
+        comm: Comm,
+        steps_per_epoch: int,
+        first_step: int,
+        part: TracePart,
+        measure: Callable[[], Mapping[str, float]],
+        save: Callable[[Path], None],
+    ) -> None:
+        self._train, self._folder, self._comm, self._part = train, folder, comm, part
+        self._every = train.validate_steps
+        if train.validate_epochs is not None:
+            self._every = train.validate_epochs * steps_per_epoch
+        self._measure, self._save = measure, save
+        self._num_steps = first_step
+        self._last: tuple[int, Mapping[str, float]] | None = None
+        known = comm.bcast(read_json(folder.best_json) if comm.rank == 0 else None)
+        self.best = Best(**known) if known and known["step"] <= first_step else None
+
+    def after(self, num_steps: int) -> Mapping[str, float]:
+        """Return the metrics after so many steps, empty if no validation is due; collective."""
+        self._num_steps = num_steps
+        is_due = self._every is not None and num_steps % self._every == 0
+        is_last = self._train.evaluate and num_steps == self._train.steps
+        return self.validate() if is_due or is_last else {}
+
+    def validate(self) -> Mapping[str, float]:
+        """Return the metrics after the steps done, measured once, and keep weights that are the best; collective.
+
+        Raises:
+            ConfigError: train.monitor is none of the metrics.
+        """
+        if self._last is None or self._last[0] != self._num_steps:
+            metrics = self._measure()
+            self._last = self._num_steps, metrics
+            if self._comm.rank == 0:
+                self._part.set_attributes({"metrics": list(metrics)})
+                for index, value in enumerate(metrics.values()):
+                    self._part.add("validations", (self._num_steps, index, value))
+            if self._train.monitor is not None:
+                self._judge(self._num_steps, metrics)
+        return self._last[1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether train.patience validations in a row were not better than the best."""
+        patience = self._train.patience
+        return patience is not None and self.best is not None and self.best.num_worse >= patience
+
+    def _judge(self, num_steps: int, metrics: Mapping[str, float]) -> None:
+        monitor = str(self._train.monitor)
+        name = next((name for name in (monitor, PREFIX + monitor) if name in metrics), None)
+        if name is None:
+            raise ConfigError("train.monitor", monitor, one_of(each.removeprefix(PREFIX) for each in metrics))
+        value, best = metrics[name], self.best
+        sign = -1 if name.endswith(FALLING) else 1
+        is_better = best is None or sign * (value - best.value) > self._train.min_improvement
+        if math.isnan(value) or not is_better:
+            if best is not None:
+                self.best = Best(best.metric, best.step, best.value, best.num_worse + 1)
+        else:
+            self.best = Best(name, num_steps, value)
+            self._save(self._folder.best / self.best.weights)
+            self._comm.barrier()
+        if self._comm.rank == 0 and self.best is not None:
+            write_json(self._folder.best_json, asdict(self.best))
+            for old in self._folder.best.glob("step*"):
+                if old.name != self.best.weights:
+                    shutil.rmtree(old, ignore_errors=True)
+            if self.is_over and num_steps < self._train.steps:
+                _log.info(
+                    "stops early after step %d: %s was best after step %d (%.6g)",
+                    num_steps, name, self.best.step, self.best.value,
+                )  # fmt: skip
