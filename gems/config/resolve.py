@@ -123,9 +123,11 @@ def check_batch(spec: RunSpec) -> None:
     """
     if spec.machine.kind != "real":
         return
-    if global_batch(spec) > spec.data.train_samples and not DATASETS[spec.data.name].counts_itself:
+    data = spec.data
+    counts_itself = data.target is not None or DATASETS[data.name].counts_itself
+    if global_batch(spec) > data.train_samples and not counts_itself:
         raise ConfigError(
-            "data.train_samples", spec.data.train_samples,
+            "data.train_samples", data.train_samples,
             f"must be {global_batch(spec)} or more, the samples of one step",
             "use more samples, or fewer micro-batches or replicas",
         )  # fmt: skip

@@ -17,7 +17,7 @@ from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
 from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
 from gems.config.recipe import OptimizerConfig as OptimizerConfig
-from gems.config.registries import DATASETS, METHODS, POLICIES
+from gems.config.registries import METHODS, POLICIES
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 RECOMPUTES = ("stage", "segment", "selective")
@@ -92,19 +92,30 @@ class ModelConfig:
 class DataConfig:
     """Where samples come from, and their shape: images, or sequences of tokens."""
 
-    name: str = choice("synthetic", DATASETS, "source of the samples")
+    name: str = text("synthetic", "source of the samples; of a dataset of your own, the name of its class")
     task: str | None = choice(None, TASKS, "what the labels of the samples are; null: as the source gives them")
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
     channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)
     num_classes: int = number(2, "classes of the labels, or different tokens", min=2, max=MAX_COUNT)
+    ignore_label: int | None = number(None, "value of a mask whose pixels count for nothing, as negative ones do")
     length: int = number(64, "tokens of a sequence", min=1, max=MAX_SIDE)
-    path: str | None = text(None, "folder or file of the samples, if the source reads one")
+    path: str | None = text(None, "folder or file of the samples, or folder that holds the package of data.target")
+    target: str | None = text(None, "a map-style dataset of your own, as package.module.Class")
+    kwargs: dict[str, Any] = text({}, "keyword arguments of data.target")
+    validation_target: str | None = text(None, "dataset of the validation split; null: data.target")
+    validation_kwargs: dict[str, Any] = text({}, "keyword arguments of the validation split, over data.kwargs")
+    split_path: str | None = text(
+        None, "file that says which samples are for validation: CSV (index,split) or JSON (lists train, validation)"
+    )
     field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
     augment: bool = flag(True, "flip and rotate training images at random")
     prefetch_steps: int = number(2, "steps whose samples are read ahead", max=10**4)
+    num_workers: int = number(
+        0, "processes of a rank that read its samples; 0: a thread of the rank", max=10**4, in_run_id=False
+    )
 
 
 @dataclass(slots=True)

@@ -8,7 +8,9 @@ from gems.config.fields import check_fields
 from gems.config.resolve import global_batch
 from gems.config.schema import DataConfig, RunSpec
 from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
-from gems.errors import ConfigError, one_of
+from gems.data.target import SOURCE as TARGET
+from gems.data.target import resolve_target
+from gems.errors import ConfigError, nearest, one_of
 
 __all__ = [
     "DATASETS",
@@ -20,6 +22,7 @@ __all__ = [
     "Tokens",
     "check_data",
     "dataset",
+    "find_source",
     "kind_of",
     "labels_per_sample",
     "labels_per_step",
@@ -33,14 +36,15 @@ __all__ = [
 
 def check_data(data: DataConfig) -> None:
     """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
-    check_fields(data, "data.")
-    task_of(data)
-    DATASETS[data.name].check(data)
+    _check_keys(data)
+    find_source(data).check(data)
 
 
 def resolve_data(data: DataConfig) -> DataConfig:
     """Return a copy of `data` with the fields that None leaves to the source filled in."""
-    return replace(data, field_of_view_px=DATASETS[data.name].field_of_view_px(data))
+    if data.target is not None:
+        return resolve_target(data)
+    return replace(data, field_of_view_px=find_source(data).field_of_view_px(data))
 
 
 def open_dataset(data: DataConfig, seed: int) -> Dataset:
@@ -48,13 +52,28 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 
     Raises ConfigError as `check_data`, and for a bad image file, which it names.
     """
-    check_data(data)
-    return DATASETS[data.name].open(data, seed)
+    if data.target is None:
+        check_data(data)
+    else:  # whose check would construct the user's dataset once more
+        _check_keys(data)
+    return find_source(data).open(data, seed)
+
+
+def find_source(data: DataConfig) -> Source:
+    """Return the source of the samples: a registered one, or that of a user's own dataset.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if data.target is None and data.name not in DATASETS:
+        near = nearest(data.name, DATASETS, 1)[0]
+        raise ConfigError("data.name", data.name, one_of(sorted(DATASETS)), f"did you mean {near}?")
+    return TARGET if data.target is not None else DATASETS[data.name]
 
 
 def kind_of(data: DataConfig) -> str:
     """Return what a sample is: images, tokens or token_pairs."""
-    return DATASETS[data.name].kind
+    return find_source(data).kind
 
 
 def task_of(data: DataConfig) -> str:
@@ -63,7 +82,7 @@ def task_of(data: DataConfig) -> str:
     Raises:
         ConfigError: data.task is none that the source can give.
     """
-    tasks = DATASETS[data.name].tasks
+    tasks = find_source(data).tasks
     if data.task is not None and data.task not in tasks:
         raise ConfigError("data.task", data.task, one_of(tasks), f"data={data.name} gives no other")
     return data.task or tasks[0]
@@ -89,3 +108,13 @@ def labels_per_sample(data: DataConfig) -> int:
 def labels_per_step(spec: RunSpec) -> int:
     """Return the labels of one optimizer step of a resolved run: as many as images, or as tokens of its sequences."""
     return global_batch(spec) * labels_per_sample(spec.data)
+
+
+def _check_keys(data: DataConfig) -> None:
+    check_fields(data, "data.")
+    task_of(data)
+    keys = ("kwargs", "validation_target", "validation_kwargs")
+    for key, value in ((key, getattr(data, key)) for key in keys):
+        if value and data.target is None:
+            advice = "name it: data.target=package.module.Class"
+            raise ConfigError(f"data.{key}", value, "is for a dataset of your own", advice)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
@@ -14,12 +17,15 @@ from numpy.typing import NDArray
 
 from gems.config import registries
 from gems.config.schema import DataConfig
+from gems.errors import ConfigError
 from gems.utils.registry import Registry
 
 Split = Literal["train", "validation"]
 Image = NDArray[np.float32]
 Tokens = NDArray[np.int64]
+Label = int | Tokens | Image
 IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
+NO_LABEL = -1  # of what has none: a sample that only fills a micro-batch, a pixel that is ignored
 
 
 class Dataset(ABC):
@@ -30,6 +36,8 @@ class Dataset(ABC):
     """
 
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
+    # Whether reading a sample seeds the generators of the whole process, so that no other thread may draw meanwhile.
+    seeds_process: bool = False
 
     def __init__(
         self, shape: tuple[int, ...], num_classes: int, num_train: int, num_validation: int, seed: int, augment: bool
@@ -57,7 +65,7 @@ class Dataset(ABC):
             pixels = turned(pixels, generator(self.seed, "augment", index, draw))
         return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
 
-    def label(self, split: Split, index: int, draw: int = 0) -> int | Tokens | Image:
+    def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
 
         It is a class, 0 <= label < num_classes; several as an array (a token each, or a pixel each, flipped and turned
@@ -65,6 +73,40 @@ class Dataset(ABC):
         """
         self._check(split, index)
         return self._label(split, index)
+
+    def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
+        """Return a sample and its label, which come from one reading where both are in one place."""
+        return self.image(split, index, draw), self.label(split, index, draw)
+
+    def batch(
+        self, split: Split, samples: NDArray[np.int64], images: bool = True, labels: bool = True
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """Return the images and labels of (index, draw) pairs, stacked; None for what is not wanted.
+
+        A single image is not copied, unless it is a part of another array.
+        """
+        stacked: NDArray[Any] | None = None
+        found: list[Label] = []
+        for row, (index, draw) in enumerate(samples.tolist()):
+            if images and labels:
+                image, label = self.sample(split, index, draw)
+                found.append(label)
+            elif images:
+                image = self.image(split, index, draw)
+            else:
+                found.append(self.label(split, index, draw))
+                continue
+            if stacked is None:
+                if len(samples) == 1 and image.flags.owndata and image.flags.writeable:
+                    stacked = image[np.newaxis]
+                    continue
+                stacked = np.empty((len(samples), *image.shape), dtype=image.dtype)
+            stacked[row] = image
+        return stacked, np.stack([_as_array(label) for label in found]) if labels else None
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return what an error calls a sample: its number, and its file if it has one of its own."""
+        return f"sample {index} of {split}"
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of labels of each class.
@@ -79,8 +121,8 @@ class Dataset(ABC):
         """Return the sample before augmentation."""
 
     @abstractmethod
-    def _label(self, split: Split, index: int) -> int | Tokens:
-        """Return the class, or classes."""
+    def _label(self, split: Split, index: int) -> Label:
+        """Return the class, or classes or values."""
 
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):
@@ -124,6 +166,75 @@ def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
 def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
     """Return a fresh generator for (seed, purpose, key); other purposes or keys are independent streams."""
     return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *key))
+
+
+@contextmanager
+def seeded(seed: int, purpose: str, *key: int) -> Iterator[int]:
+    """Seed the process's generators of Python, numpy and torch (if it is loaded) by a key, and restore them after.
+
+    Yields the number that seeds them.
+    """
+    number = int(generator(seed, purpose, *key).integers(2**32))
+    torch: Any = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state(), torch and torch.default_generator.get_state()
+    random.seed(number)
+    np.random.seed(number)
+    if torch:
+        torch.default_generator.manual_seed(number)
+    try:
+        yield number
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch:
+            torch.default_generator.set_state(states[2])
+
+
+def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
+    """Return a label that a user's data gives as the engine takes it; `name` is that of its sample.
+
+    Pixels that are negative or have the value data.ignore_label become NO_LABEL.
+
+    Raises:
+        ConfigError: a class outside 0 <= label < num_classes, another shape, or a value that is not finite.
+    """
+    given = np.asarray(value.detach() if hasattr(value, "detach") else value)
+    shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(task, (data.num_classes,))
+    if given.shape != shape:
+        if task == "classification" and given.shape == (1,):
+            given = given[0]
+        else:
+            text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
+            advice = "set data.task, or data.num_classes for the number of values" if given.shape != () else (
+                "set data.task=classification, or let the label be an array")  # fmt: skip
+            raise ConfigError("data.task", task, text, advice)
+    if task in ("classification", "segmentation"):
+        if not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
+            text = f"{name} has a label of type {given.dtype}, and a class is a whole number"
+            raise ConfigError("data.task", task, text, "set data.task=regression, or convert the label")
+        classes = given.astype(np.int64)
+        ignored = np.zeros_like(classes, dtype=bool)
+        if task == "segmentation":
+            ignored = classes < 0 if data.ignore_label is None else (classes < 0) | (classes == data.ignore_label)
+        wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
+        if wrong.size:
+            text = f"{name} has label {wrong.flat[0]}, and there are classes 0 to {data.num_classes - 1}"
+            advice = f"set data.num_classes={wrong.max() + 1} or more" if wrong.max() > 0 else "number them from 0"
+            more = ", or data.ignore_label if that value is to be ignored" if task == "segmentation" else ""
+            raise ConfigError("data.num_classes", data.num_classes, text, f"{advice}{more}")
+        classes[ignored] = NO_LABEL
+        return classes if task == "segmentation" else int(classes)
+    values = given.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ConfigError("data", name, "has a label that is not finite", "repair or remove it")
+    if task == "multi_label" and not np.isin(values, (0, 1)).all():
+        raise ConfigError("data.task", task, f"{name} has a label other than 0 and 1", "set data.task=regression")
+    return values
+
+
+def _as_array(label: Label) -> NDArray[Any]:
+    found = np.asarray(label)
+    return found.astype(np.float32 if np.issubdtype(found.dtype, np.floating) else np.int64, copy=False)
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:

@@ -1,29 +1,51 @@
-"""Loads what a rank reads of each step, ahead of time."""
+"""Loads what a rank reads of each step, ahead of time: in a thread, or in processes by torch's DataLoader."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from typing import cast
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count, tee
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, default_convert
+from torch.utils.data import Dataset as TorchDataset
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import Dataset, Split
-from gems.data.dataset import batch_indices, micro_batch_slice
-from gems.data.prefetch import Prefetcher
+from gems.data import Dataset
+from gems.data.dataset import NO_LABEL, batch_indices, micro_batch_slice
+from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
 from gems.engine.executor import Batch
-from gems.engine.metrics import NO_LABEL
+from gems.errors import ConfigError
+
+Requests = Mapping[int, Request]  # of one step: micro-batch -> its samples
+_as_tensors: Any = default_convert
+_PRELOADED = ["torch", "gems.data"]  # by the process from which workers are forked
+
+
+class Steps(Protocol):
+    """Batches of rising steps, on the host."""
+
+    def get(self, step: int) -> Batch:
+        """Return the batch of a step."""
+
+    def close(self) -> None:
+        """Stop loading."""
 
 
 class BatchLoader:
     """Loads samples for the micro-batches that start on this rank, and labels for those that end on it.
 
     Both ranks draw the same samples from the seed, so none sends them. A rank with neither the first nor the last
-    stage needs no dataset.
+    stage needs no dataset. What is loaded depends on the seed and the step alone, whoever loads it.
     """
 
     def __init__(
@@ -42,39 +64,63 @@ class BatchLoader:
         self._image_micro_batches, self._label_micro_batches = image_micro_batches, label_micro_batches
         self._dtype, self._device = dtype, device
         self.reads = bool(image_micro_batches or label_micro_batches)
-        last_step = spec.train.steps - 1
-        self._ahead = Prefetcher(self._load, spec.data.prefetch_steps, first_step, last_step) if self.reads else None
+        self._train: Steps | None = None
+        self._validation_workers: Workers | None = None
+        if not self.reads:
+            return
+        if spec.data.num_workers:
+            per_step = len({*image_micro_batches, *label_micro_batches})
+            steps = (self._requests(step) for step in range(first_step, spec.train.steps))
+            self._train = self._workers(per_step).steps(steps, first_step)
+        else:
+            depth = 0 if self._data.seeds_process else spec.data.prefetch_steps
+            last_step = spec.train.steps - 1
+            self._train = Prefetcher(lambda step: self._load(self._requests(step)), depth, first_step, last_step)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
-        return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
+        return Batch({}, {}) if self._train is None else self._on_device(self._train.get(step))
 
     def close(self) -> None:
         """Stop loading ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
+        for loading in (self._train, self._validation_workers):
+            if loading is not None:
+                loading.close()
 
-    def _load(self, step: int) -> Batch:
+    def _requests(self, step: int) -> Requests:
+        """Return what this rank reads in a training step."""
         parallel = self._spec.parallel
         samples = batch_indices(self._data.num_train, self._spec.seed, step, global_batch(self._spec))
-        size, count = parallel.micro_batch_size, parallel.micro_batches or 1
-        chosen = [samples[micro_batch_slice(self._replica, m, count, size)] for m in range(count)]
-        return Batch(
-            {m: self._images("train", chosen[m]) for m in self._image_micro_batches},
-            {m: self._labels("train", chosen[m]) for m in self._label_micro_batches},
-        )
+        size, number = parallel.micro_batch_size, parallel.micro_batches or 1
+        return {
+            m: Request(
+                "train", samples[micro_batch_slice(self._replica, m, number, size)],
+                m in self._image_micro_batches, m in self._label_micro_batches,
+            )
+            for m in range(number)
+            if m in self._image_micro_batches or m in self._label_micro_batches
+        }  # fmt: skip
 
-    def _images(self, split: Split, samples: np.ndarray) -> Tensor:
-        given = torch.from_numpy(np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples]))
-        return given.to(self._dtype) if given.is_floating_point() else given
+    def _load(self, requests: Requests) -> Batch:
+        """Load the micro-batches of a step in this process."""
+        read = MicroBatchReader(self._data)
+        batch = as_batch(requests, {m: _as_tensors(read[request]) for m, request in requests.items()})
+        batch = Batch({m: self._typed(images) for m, images in batch.images.items()}, batch.labels)
+        if self._device.type != "cuda":
+            return batch
+        return Batch(*({m: held.pin_memory() for m, held in part.items()} for part in (batch.images, batch.labels)))
 
-    def _labels(self, split: Split, samples: np.ndarray) -> Tensor:
-        labels = [np.asarray(self._data.label(split, int(index)), dtype=np.int64) for index, _ in samples]
-        return torch.from_numpy(np.stack(labels))
+    def _workers(self, per_step: int) -> Workers:
+        data = self._spec.data
+        ahead = math.ceil(max(1, data.prefetch_steps) * per_step / data.num_workers)
+        return Workers(MicroBatchReader(self._data), data.num_workers, ahead, self._device.type == "cuda")
+
+    def _typed(self, images: Tensor) -> Tensor:
+        return images.to(self._dtype) if images.is_floating_point() else images
 
     def _on_device(self, batch: Batch) -> Batch:
         return Batch(
-            {m: images.to(self._device, non_blocking=True) for m, images in batch.images.items()},
+            {m: self._typed(images.to(self._device, non_blocking=True)) for m, images in batch.images.items()},
             {m: labels.to(self._device, non_blocking=True) for m, labels in batch.labels.items()},
         )
 
@@ -89,19 +135,141 @@ class BatchLoader:
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
         per_replica = math.ceil(num_validation / replicas)
-        per_round = size * num_micro_batches
         first = self._replica * per_replica
         end = min(first + per_replica, num_validation)
-        for round_first in range(0, per_replica, per_round):
-            images: dict[int, Tensor] = {}
-            labels: dict[int, Tensor] = {}
-            for m in range(num_micro_batches):
-                indices = np.arange(size) + first + round_first + m * size
-                known = indices < end
-                samples = np.stack([np.where(known, indices, 0), np.zeros(size, dtype=np.int64)], axis=1)
-                if has_images:
-                    images[m] = self._images("validation", samples)
-                if has_labels:
-                    labels[m] = self._labels("validation", samples)
-                    labels[m][torch.from_numpy(~known)] = NO_LABEL
-            yield self._on_device(Batch(images, labels))
+        num_rounds = math.ceil(per_replica / (size * num_micro_batches))
+
+        def requests(number: int) -> Requests:
+            starts = first + (number * num_micro_batches + np.arange(num_micro_batches)) * size
+            made = {}
+            for m, start in enumerate(starts.tolist()):
+                indices = np.arange(start, start + size)
+                samples = np.stack([np.where(indices < end, indices, 0), np.zeros_like(indices)], axis=1)
+                made[m] = Request("validation", samples, has_images, has_labels, max(0, min(size, end - start)))
+            return made
+
+        if not (has_images or has_labels):
+            yield from (Batch({}, {}) for _ in range(num_rounds))
+            return
+        loading: Steps
+        if self._spec.data.num_workers:
+            self._validation_workers = self._validation_workers or self._workers(num_micro_batches)
+            loading = self._validation_workers.steps(map(requests, range(num_rounds)), 0)
+        else:
+            depth = 0 if self._data.seeds_process else self._spec.data.prefetch_steps
+            loading = Prefetcher(lambda number: self._load(requests(number)), depth, 0, num_rounds - 1)
+        try:
+            for number in range(num_rounds):
+                yield self._on_device(loading.get(number))
+        finally:
+            if loading is not self._validation_workers:
+                loading.close()
+
+
+def as_batch(requests: Requests, found: Mapping[int, Any]) -> Batch:
+    """Return the batch of a step's micro-batches as they were read.
+
+    Raises:
+        ConfigError: the first sample that could not be read.
+    """
+    images: dict[int, Tensor] = {}
+    labels: dict[int, Tensor] = {}
+    for m, request in requests.items():
+        if isinstance(found[m], ConfigError):
+            raise found[m]
+        if request.images:
+            images[m] = found[m][0]
+        if request.labels:
+            labels[m] = found[m][1]
+            if request.num_known is not None:
+                labels[m][request.num_known :] = NO_LABEL
+    return Batch(images, labels)
+
+
+class Workers:
+    """Processes that read micro-batches, kept over several sequences of steps.
+
+    They are forked from a process that is started anew (forkserver): a fork of a rank is not safe once MPI runs.
+    """
+
+    def __init__(self, reader: MicroBatchReader, num_workers: int, ahead: int, pin: bool) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._order = _Order()
+        self._num_workers = num_workers
+        self._loader: DataLoader[Any] = DataLoader(
+            cast("TorchDataset[Any]", reader), batch_size=None, sampler=self._order, num_workers=num_workers,
+            collate_fn=_as_tensors, prefetch_factor=ahead, pin_memory=pin, persistent_workers=True,
+            multiprocessing_context=context, generator=torch.Generator(),
+        )  # fmt: skip
+        self._expected: Iterator[Requests] = iter(())
+        self._found: Iterator[Any] = iter(())
+        self._numbers: Iterator[int] = count()
+
+    def steps(self, steps: Iterable[Requests], first_step: int) -> Workers:
+        """Begin to read the requests of the steps from `first_step` on."""
+        self._numbers = count(first_step)
+        self._expected, sent = tee(steps)
+        self._order.requests = (request for requests in sent for request in requests.values())
+        try:
+            with _clean_start(), warnings.catch_warnings(action="ignore"):  # the error below says as much
+                self._found = iter(self._loader)
+        except Exception as error:
+            raise ConfigError(
+                "data.num_workers", self._num_workers, f"the dataset cannot be sent to a process ({error})",
+                "open files in __getitem__, name functions instead of lambda, or set data.num_workers=0",
+            ) from error  # fmt: skip
+        return self
+
+    def get(self, step: int) -> Batch:
+        """Return the batch of a step; steps rise, and those jumped over are dropped.
+
+        Raises:
+            ConfigError: a sample that cannot be read, or a process that ended.
+        """
+        for number, requests in zip(self._numbers, self._expected, strict=False):
+            try:
+                found = {m: next(self._found) for m in requests}
+            except RuntimeError as error:
+                raise ConfigError(
+                    "data.num_workers", self._num_workers, f"a process that reads samples ended ({error})",
+                    "if memory or /dev/shm was full, use fewer, or a lower data.prefetch_steps",
+                ) from error  # fmt: skip
+            if number == step:
+                return as_batch(requests, found)
+        raise ValueError(f"step {step} was given already or is beyond the last step")
+
+    def close(self) -> None:
+        """End the processes."""
+        iterator: Any = self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+@contextmanager
+def _clean_start() -> Iterator[None]:
+    """Start processes that import neither the program of the ranks nor, by it, MPI, which would join the ranks."""
+    main: Any = sys.modules["__main__"]
+    spec, file, key = main.__spec__, getattr(main, "__file__", None), "MPI4PY_RC_INITIALIZE"
+    is_ours = spec is not None and spec.name.startswith("gems.")
+    before = os.environ.get(key)
+    os.environ[key] = "false"
+    if is_ours:
+        main.__spec__, main.__file__ = None, None
+    try:
+        yield
+    finally:
+        main.__spec__, main.__file__ = spec, file
+        os.environ.pop(key)
+        if before is not None:
+            os.environ[key] = before
+
+
+class _Order(Sampler[Request]):
+    """The requests in the order in which they are read, set anew for each sequence."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)

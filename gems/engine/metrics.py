@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-NO_LABEL = -1  # of a sample that only fills a micro-batch
+from gems.data.dataset import NO_LABEL as NO_LABEL
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ import gems
 from gems.config.schema import DataConfig, ModelConfig, ProfileConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.models.imported.describe import source_of
 from gems.profile.model_profile import ModelProfile
 from gems.utils.cache import cached
+from gems.utils.targets import source_of
 
 PROFILER = 8  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")

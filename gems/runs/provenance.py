@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.models.imported.describe import source_of
 from gems.runs.code_archive import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
 from gems.utils.atomic_io import write_json
+from gems.utils.targets import source_of
 
 ENVIRONMENT_JSON = "environment.json"
 GIT_LIMIT_S = 10

@@ -1,19 +1,29 @@
-"""What the user names by a target, "package.module.Class": found, called, and refused with the line of their code."""
+"""What the user names by a target, "package.module.Class": found, called, and refused with the line of their code.
+
+A process without torch asks a child about such code (`ask_child`) and keeps the answer by the hash of the code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import inspect
+import json
 import linecache
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError, nearest
 
+_TIME_LIMIT_S = 600.0
 _OURS = Path(nearest.__code__.co_filename).parent  # by its name in tracebacks, which in an archive is no file's
 
 
@@ -118,3 +128,82 @@ def short_name(name: str) -> str:
     """Return a file's name as seen from the current folder, if it is below."""
     relative = os.path.relpath(name)
     return name if relative.startswith("..") else relative
+
+
+def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
+    """Return the name of what a target names, and the folder that holds its package if that is not installed.
+
+    The folder is `path`, or else the current one or one of PYTHONPATH. No code runs.
+
+    Raises:
+        ConfigError: a target that is no dotted name, or a path that is no folder.
+    """
+    words = target.replace(":", ".").split(".")
+    if len(words) < 2 or target.count(":") > 1 or not all(word.isidentifier() for word in words):
+        raise ConfigError(key, target, "must be package.module.Class or package.module:Class")
+    if path is not None and not Path(path).is_dir():
+        raise ConfigError(f"{key.rpartition('.')[0]}.path", path, "is not a folder")
+    given = None if path is None else str(Path(path).absolute())
+    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = (str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None)
+    return words[-1], given or next(found, None)
+
+
+@lru_cache(maxsize=64)
+def source_of(target: str, path: str | None) -> str | None:
+    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path.
+
+    It is that of all files in the outermost package of the target, or beside a module that is in none.
+    """
+    spec = _find(target.replace(":", ".").partition(".")[0], [path] if path else None)
+    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
+        return None
+    if spec.submodule_search_locations:
+        files = [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
+    else:
+        files = list(Path(str(spec.origin)).parent.glob("*.py"))
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.is_file()):
+        digest.update(f"{file}:".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
+    PathFinder.invalidate_caches()
+    return PathFinder.find_spec(name, folders)
+
+
+def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, Any]:
+    """Return the answer of a module that runs the user's code in a process of its own, by `answer`.
+
+    Raises:
+        ConfigError: what the module refuses, or a process that ends without an answer.
+    """
+    root = str(_OURS.parent)
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | {"PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
+    )  # fmt: skip
+    try:
+        found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
+        why = f"the process that reads it ended with code {ended.returncode} ({last})"
+        raise ConfigError(key, target, why) from None
+    if "refused" in found:
+        raise ConfigError(*found["refused"])
+    return found
+
+
+def answer(make: Callable[[], dict[str, Any]], as_refusal: Callable[[Exception], ConfigError]) -> None:
+    """Print, as one line of JSON, what `make` gives or what it refuses; anything else goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            found = make()
+        except Exception as error:  # also the toolkit's own fault: still one line for the user
+            refused = error if isinstance(error, ConfigError) else as_refusal(error)
+            found = {"refused": [refused.key, str(refused.value), refused.allowed, refused.advice]}
+    print(json.dumps(found), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 
 import pytest
@@ -12,9 +14,25 @@ from gems.data import open_dataset
 from gems.data.dataset import batch_indices
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.metrics import NO_LABEL
+from gems.errors import ConfigError
 from tests.engine.toys import NumberedDataset, make_spec
 
 CPU = torch.device("cpu")
+
+
+class WatchedDataset(NumberedDataset):
+    """Refuses to be read where another process than the rank starts MPI, and one sample everywhere."""
+
+    def __init__(self, num_train: int, num_validation: int, bad: int = -1) -> None:
+        super().__init__(num_train, num_validation)
+        self._bad, self._home = bad, os.getpid()
+
+    def _pixels(self, split, index):
+        if os.getpid() != self._home and sys.modules["mpi4py.MPI"].Is_initialized():
+            raise RuntimeError("MPI in a worker")
+        if index == self._bad:
+            raise ValueError("no such tile")
+        return super()._pixels(split, index)
 
 
 def make_loader(dataset, replica=0, image_micro_batches=(), label_micro_batches=(), **changes) -> BatchLoader:
@@ -93,9 +111,53 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
             raise OSError(f"image {index} is truncated")
 
     loader = make_loader(Bad(40, 5), image_micro_batches=(0,))
-    with pytest.raises(OSError, match="is truncated"):
+    with pytest.raises(
+        ConfigError, match=r"data=sample \d+ of train: cannot be read .*OSError: image \d+ is truncated"
+    ):
         loader.batch(0)
     loader.close()
+
+
+def test_worker_processes_load_the_same_batches_and_start_no_mpi():
+    """Also when they begin at a later step; an error names its sample, once."""
+    data = {"data__num_workers": 2, "train__steps": 6, "image_micro_batches": (0, 1, 3), "label_micro_batches": (1, 2)}
+    dataset = WatchedDataset(50, 5)
+    here = make_loader(dataset, **data | {"data__num_workers": 0})
+    loader = make_loader(dataset, **data)
+    state = torch.get_rng_state()
+    for step in (0, 1, 4):  # those jumped over are dropped
+        expected, found = here.batch(step), loader.batch(step)
+        for one, other in ((expected.images, found.images), (expected.labels, found.labels)):
+            assert sorted(one) == sorted(other)
+            assert all(torch.equal(one[m], other[m]) for m in one)
+    for _ in range(2):  # validations, by the same processes
+        rounds = list(zip(here.validation(5, 2, True, True), loader.validation(5, 2, True, True), strict=True))
+        assert len(rounds) == 2
+        for one, other in rounds:
+            assert all(torch.equal(one.images[m], other.images[m]) for m in (0, 1))
+            assert all(torch.equal(one.labels[m], other.labels[m]) for m in (0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    loader.close()
+    here.close()
+
+    spec = make_spec("1f1b", 2, data__num_workers=1, train__steps=6)
+    resumed = BatchLoader(spec, WatchedDataset(50, 5, bad=40), 0, (0, 1, 2, 3), (), torch.float64, CPU, first_step=3)
+    (bad,) = (step for step in range(3, 6) if 40 in batch_indices(50, 0, step, 8)[:, 0])
+    for step in range(3, bad):
+        numbers = torch.cat([resumed.batch(step).images[m].flatten() for m in range(4)])
+        assert numbers.dtype is torch.float64
+        assert numbers.long().tolist() == batch_indices(50, 0, step, 8)[:, 0].tolist()
+    with pytest.raises(ConfigError, match=r"data=sample 40 of train: cannot be read .*ValueError: no such tile"):
+        resumed.batch(bad)
+    resumed.close()
+
+
+def test_a_dataset_that_no_process_can_be_sent_is_refused():
+    class Local(NumberedDataset):
+        pass
+
+    with pytest.raises(ConfigError, match=r"data\.num_workers=1: the dataset cannot be sent to a process"):
+        make_loader(Local(40, 5), image_micro_batches=(0,), data__num_workers=1)
 
 
 @pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])

@@ -14,7 +14,8 @@ from gems.config.resolve import resolve
 from gems.config.schema import ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, title_of
-from gems.models.imported.describe import resolve_target, source_of
+from gems.models.imported.describe import resolve_target
+from gems.utils.targets import source_of
 from tests.models.owned import DATA, NETS, ROOT, UNET, own
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
 
-if not MPI.Is_initialized():
+# not in a process that only reads samples, for which `_clean_start` of the batch loader sets this
+if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false":
     os.environ.update(mpich_settings(MPI.Get_library_version(), os.environ))
     # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread waits for it.
     MPI.Init_thread(MPI.THREAD_SERIALIZED)

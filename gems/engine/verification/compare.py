@@ -160,8 +160,9 @@ def compare(
 ) -> Verification:
     """Run the schedule and compare each copy of each tensor after every step; collective."""
     pipeline = build_pipeline(spec, comm, device, schedule=schedule, boundaries=boundaries, plan=plan)
+    reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     loader = BatchLoader(
-        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
+        spec, open_dataset(spec.data, spec.seed) if reads else None, pipeline.replica, pipeline.image_micro_batches,
         pipeline.label_micro_batches, DTYPES[spec.train.dtype], device,
     )  # fmt: skip
     pipeline.set_training(True)

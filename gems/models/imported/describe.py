@@ -7,25 +7,19 @@ package, or beside a module that is in none.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from typing import Any
 
-import gems
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.layer import Layer
 from gems.utils.cache import cached
+from gems.utils.targets import ask_child, locate, source_of
 
 _TORCH_PART = "gems.models.imported.parts"
-_TIME_LIMIT_S = 600.0
 
 
 def resolve_target(model: ModelConfig) -> ModelConfig:
@@ -38,15 +32,8 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
         ConfigError: a target that is no dotted name, or a path that is no folder.
     """
     target = str(model.target)
-    words = target.replace(":", ".").split(".")
-    if len(words) < 2 or target.count(":") > 1 or not all(word.isidentifier() for word in words):
-        raise ConfigError("model.target", target, "must be package.module.Class or package.module:Class")
-    if model.path is not None and not Path(model.path).is_dir():
-        raise ConfigError("model.path", model.path, "is not a folder")
-    given = None if model.path is None else str(Path(model.path).absolute())
-    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = (str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None)
-    return ModelConfig(name=words[-1], target=target, kwargs=dict(model.kwargs), path=given or next(found, None))
+    name, path = locate("model.target", target, model.path)
+    return ModelConfig(name=name, target=target, kwargs=dict(model.kwargs), path=path)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -97,44 +84,4 @@ def _description(text: str, source: str | None, num_classes: int) -> dict[str, A
 
 def _ask(text: str, num_classes: int) -> dict[str, Any]:
     """Let a child process describe the network."""
-    root = str(Path(gems.__file__).parents[1])
-    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    ended = subprocess.run(
-        [sys.executable, "-m", _TORCH_PART, text, str(num_classes)],
-        env=os.environ | {"PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
-    )  # fmt: skip
-    try:
-        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
-        why = f"the process that reads it ended with code {ended.returncode} ({last})"
-        raise ConfigError("model.target", json.loads(text)["target"], why) from None
-    if "refused" in answer:
-        raise ConfigError(*answer["refused"])
-    return answer
-
-
-@lru_cache(maxsize=64)
-def source_of(target: str, path: str | None) -> str | None:
-    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path.
-
-    It is that of all files in the outermost package of the target, or beside a module that is in none.
-    """
-    spec = _find(target.replace(":", ".").partition(".")[0], [path] if path else None)
-    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
-        return None
-    if spec.submodule_search_locations:
-        files = [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
-    else:
-        files = list(Path(str(spec.origin)).parent.glob("*.py"))
-    digest = hashlib.sha256()
-    for file in sorted(file for file in files if file.is_file()):
-        digest.update(f"{file}:".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
-    PathFinder.invalidate_caches()
-    return PathFinder.find_spec(name, folders)
+    return ask_child("model.target", json.loads(text)["target"], _TORCH_PART, text, str(num_classes))

@@ -17,6 +17,7 @@ from gems.errors import ConfigError
 from gems.models.blocks.chain import adopt
 from gems.models.imported.division import Slice, divide, trace
 from gems.models.imported.user_code import construct, construct_on_meta, other_generators, place_of_forward, refusal
+from gems.utils.targets import answer
 
 
 class Part(nn.Module):
@@ -131,15 +132,11 @@ _whole = lru_cache(maxsize=2)(_Whole)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print, as one line of JSON, what `describe` gives or what it refuses. Anything else goes to stderr."""
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            answer = describe(argv[0], int(argv[1]))
-        except Exception as error:  # the toolkit's own fault: still one line for the user
-            if not isinstance(error, ConfigError):
-                error = refusal(_request(argv[0])[0][0], "cannot be cut into layers", error)
-            answer = {"refused": [error.key, str(error.value), error.allowed, error.advice]}
-    print(json.dumps(answer), flush=True)
+    """Print what `describe` gives or what it refuses."""
+    answer(
+        lambda: describe(argv[0], int(argv[1])),
+        lambda error: refusal(_request(argv[0])[0][0], "cannot be cut into layers", error),
+    )
 
 
 if __name__ == "__main__":
