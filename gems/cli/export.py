@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gems.cli.evaluate import LAST, weights_folder
 from gems.cli.framework import Options, print_json
 from gems.engine.checkpoint.state_dict import SAFETENSORS, trained_model, write_state_dict
 from gems.errors import ConfigError
@@ -32,7 +33,9 @@ def export(words: Sequence[str], options: Options) -> int:
         raise ConfigError("--out", out, "its folder does not exist", "make the folder first")
     path = find_run(words[0])
     spec = RunFolder(path).read_spec()
-    state = trained_model(path, spec.model, spec.data).state_dict()
+    state = trained_model(
+        weights_folder(path, options.chosen.get("--weights", LAST)), spec.model, spec.data
+    ).state_dict()
     write_state_dict(state, out)
     num_bytes = sum(value.nbytes for value in state.values())
     name = spec.model.target or title_of(spec.model)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
@@ -76,8 +77,10 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     return spec
 
 
-def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return a resolved run with some keys changed and resolved again; an option of a group is no key.
+def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False) -> RunSpec:
+    """Return a resolved run with some keys changed and resolved again.
+
+    If it `takes_options`, an option of a group sets the keys that it names and leaves the others of the group.
 
     Raises:
         ConfigError: as `compose`, or a word that is no plain key=value.
@@ -89,6 +92,11 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
         config = OmegaConf.structured(spec)
         for override in given:
             key = str(override.key_or_group)
+            option = override.value()
+            if takes_options and options_of(key) and isinstance(option, str):
+                for name, value in _option_values(key, option).items():
+                    OmegaConf.update(config, f"{key}.{name}", value)
+                continue
             if "." not in key or override.is_sweep_override():
                 raise ConfigError(
                     key, override.input_line or "", "is not one value of one key", "as in cluster.minutes=90"
@@ -99,6 +107,14 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
         raise translate(error, overrides) from error
     assert isinstance(made, RunSpec)
     return resolve(made)
+
+
+def _option_values(group: str, option: str) -> dict[str, Any]:
+    """Return the keys of a group that an option sets; a target of the user's own gives way to it."""
+    path = CONF / group / f"{option}.yaml"
+    values = {"name": option, **(yaml.safe_load(path.read_text()) if path.exists() else {})}
+    has_target = any(key.name == f"{group}.target" for key in keys(RunSpec))
+    return {**({"target": None} if has_target else {}), **values}
 
 
 def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL) -> None:

@@ -85,13 +85,7 @@ def train(
             if comm.rank == 0:
                 _log.info("starts with %s", match.describe(spec.train.initial_checkpoint))
         part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
-        reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
-        dataset = open_dataset(spec.data, spec.seed) if reads else None
-        class_counts = comm.bcast(dataset.class_counts("validation") if dataset and not comm.rank else None)
-        loader = BatchLoader(
-            spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
-            DTYPES[spec.train.dtype], device, start.step,
-        )  # fmt: skip
+        loader, class_counts, num_train = open_loader(pipeline, start.step)
         manifest = start.manifest(spec, pipeline.schedule, pipeline.stage_modules.boundaries, layer_owners(pipeline))
         saver = Saver(folder, spec.train, pipeline.control, manifest, heartbeat, PipelineState(pipeline), stop)
         monitor = Monitor(device, spec.train.sample_interval_s)
@@ -124,7 +118,6 @@ def train(
             weights.save(pipeline, path)
 
         accuracies: list[Accuracy] = []
-        num_train = comm.bcast(dataset.num_train if dataset and not comm.rank else None)
         steps_per_epoch = max(1, num_train // global_batch(spec))
         validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
         loggers = open_loggers(spec, folder, LOGGED, start.step) if comm.rank == 0 else Loggers(())
@@ -167,6 +160,24 @@ def train(
             })  # fmt: skip
     finally:
         part.close()
+
+
+def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, tuple[int, ...], int]:
+    """Open the data of a run, if this rank reads any; collective.
+
+    Returns:
+        The loader; the numbers of validation labels of each class, and of training samples, on all ranks.
+    """
+    spec, comm = pipeline.spec, pipeline.comm
+    reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
+    dataset = open_dataset(spec.data, spec.seed) if reads else None
+    counts = (dataset.class_counts("validation"), dataset.num_train) if dataset and not comm.rank else None
+    class_counts, num_train = comm.bcast(counts)
+    loader = BatchLoader(
+        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
+        DTYPES[spec.train.dtype], pipeline.device, first_step,
+    )  # fmt: skip
+    return loader, class_counts, num_train
 
 
 def evaluate(pipeline: Pipeline, loader: BatchLoader, class_counts: tuple[int, ...]) -> Accuracy:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gems.config.schema import BenchmarkConfig, RunSpec
-from gems.errors import RankFailedError
-from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-from gems.runs.folder import RunFolder
-from gems.runs.prepare import prepare
-from gems.utils.atomic_io import read_json
+from gems.config.schema import RunSpec
+from gems.launch.scratch_run import run_program
 
 STEPS = 2
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0}
-TIME_LIMIT_S = 900.0
 COMPARE = "gems.engine.verification.compare"
 
 
@@ -62,24 +55,7 @@ def verify(spec: RunSpec) -> Verification:
         RankFailedError: a rank ended before the comparison was done.
     """
     precision = "float64" if spec.train.precision == "float32" else spec.train.precision
-    with tempfile.TemporaryDirectory(prefix="gems-verify-") as scratch:
-        train = replace(spec.train, precision=precision, steps=STEPS)
-        folder = prepare(replace(spec, runs_dir=scratch, train=train, benchmark=BenchmarkConfig(skip_steps=0)))
-        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", COMPARE, str(folder.path)])
-        ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S)
-        found = read_json(folder.result_json)
-        if ended.returncode or not found:
-            raise _failure(folder, ended.returncode)
+    train = replace(spec.train, precision=precision, steps=STEPS)
+    found = run_program(replace(spec, train=train), COMPARE, "verify")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return Verification(**values)
-
-
-def _failure(folder: RunFolder, returncode: int) -> RankFailedError:
-    """Return the error of the first rank that failed, with its exit code."""
-    records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
-    records.sort(key=lambda record: str(record["utc"]))
-    if not records:
-        return RankFailedError(f"verify: the ranks ended with code {returncode} and left no record of why")
-    error = RankFailedError(f"verify: rank {records[0]['rank']} failed: {records[0]['cause']}")
-    error.exit_code = int(records[0]["exit_code"])
-    return error

@@ -79,6 +79,11 @@ class RunFolder:
         """Return the folder of a resolved run, whether or not it exists."""
         return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{run_id(spec)}")
 
+    def best_weights(self) -> Path | None:
+        """Return the folder of the weights of the best validation; None if none were kept."""
+        step = self._read_optional(self.best_json).get("step")
+        return None if step is None else self.best / f"step{step:08d}"
+
     @property
     def attempt(self) -> int:
         """The number of the attempt that runs now, from 1: one more than are archived."""

@@ -1,0 +1,59 @@
+"""Short runs in ranks of this machine, in a folder that is thrown away: to verify, to evaluate and to predict."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gems.config.schema import BenchmarkConfig, RunSpec
+from gems.errors import RankFailedError
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.utils.atomic_io import read_json, write_json
+
+TIME_LIMIT_S = 900.0
+REQUEST_JSON = "request.json"
+
+
+def run_program(
+    spec: RunSpec,
+    program: str,
+    verb: str,
+    request: Mapping[str, Any] | None = None,
+    timeout_s: float | None = TIME_LIMIT_S,
+) -> dict[str, Any]:
+    """Prepare a resolved run in a scratch folder, run the module `program` in its ranks, and return their result.json.
+
+    The program is called with the folder, in which `request` is request.json. Nothing is counted, so no step is left
+    out of figures.
+
+    Raises:
+        ConfigError: a configuration that cannot be run here.
+        DoesNotFitError: a rank would hold more than its device.
+        RankFailedError: a rank ended before there was a result; with the exit code of the first that failed.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
+        folder = prepare(replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0)))
+        if request is not None:
+            write_json(folder.path / REQUEST_JSON, dict(request))
+        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", program, str(folder.path)])
+        ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s)
+        found = read_json(folder.result_json)
+        if ended.returncode or not found:
+            raise _failure(folder, ended.returncode, verb)
+    return found
+
+
+def _failure(folder: RunFolder, returncode: int, verb: str) -> RankFailedError:
+    """Return the error of the first rank that failed, with its exit code."""
+    records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
+    records.sort(key=lambda record: str(record["utc"]))
+    if not records:
+        return RankFailedError(f"{verb}: the ranks ended with code {returncode} and left no record of why")
+    error = RankFailedError(f"{verb}: rank {records[0]['rank']} failed: {records[0]['cause']}")
+    error.exit_code = int(records[0]["exit_code"])
+    return error
