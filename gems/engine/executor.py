@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
 from gems.engine.metrics import Metrics, MetricSums, summed_loss
-from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, Stage, StageKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.tensor_router import copy_shared, open_router
@@ -49,8 +48,7 @@ class Executor:
         recorder: Recorder,
         heartbeat: Heartbeat | None = None,
         labels_per_step: int = 1,
-        gradients: Gradients | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        update: Update | None = None,
         segments: Segments | None = None,
     ) -> None:
         """Prepare the handlers.
@@ -67,8 +65,7 @@ class Executor:
         self._channels = channels
         self._recorder = recorder
         self._labels_per_step = labels_per_step
-        self._gradients = gradients
-        self._optimizer = optimizer
+        self._update = update
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
         self.activations = MemoryCounter(recorder.count_bytes) if segments is None else segments.store.activations
@@ -107,8 +104,8 @@ class Executor:
         self._batch = batch
         self._sums = MetricSums()
         self._recorder.begin_step(step)
-        if self._gradients is not None:
-            self._gradients.zero()
+        if self._update is not None:
+            self._update.begin()
         images_bytes = tensor_bytes(batch.images.values())
         self._recorder.count_bytes(images_bytes)
         try:
@@ -246,10 +243,10 @@ class Executor:
 
     def _reduce_or_step(self, action: Action) -> None:
         start = self._recorder.timestamp()
-        if action.kind is Kind.STEP and self._optimizer is not None:
-            self._optimizer.step()
-        elif action.kind is Kind.REDUCE_GRAD and self._gradients is not None:
-            self._gradients.reduce()
+        if self._update is not None and action.kind is Kind.REDUCE_GRAD:
+            self._update.reduce(self._sums.losses)
+        elif self._update is not None:
+            self._update.step()
         self._recorder.compute(action, start)
 
 

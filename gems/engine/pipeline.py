@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from gems.config.schema import RunSpec
-from gems.data import labels_per_step
+from gems.data import DATASETS, labels_per_step, open_dataset
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
+from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
-from gems.engine.optimization.parameter_groups import NumberedLayer, freeze
+from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
+from gems.engine.optimization.update import Update
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
@@ -36,6 +39,8 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.trace import TracePart
 
+EPOCH = "epoch"
+
 
 @dataclass(slots=True)
 class Pipeline:
@@ -50,8 +55,8 @@ class Pipeline:
     stage_modules: StageModules
     modules: dict[StageKey, nn.ModuleList]
     stages: dict[StageKey, Stage]
-    gradients: Gradients
-    optimizer: torch.optim.Optimizer
+    layers: list[NumberedLayer]
+    update: Update
     recorder: Recorder
     control: Transport
     train: Executor
@@ -142,6 +147,14 @@ def build_pipeline(
     reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
     gradients = Gradients(modules, reduce_transport, dtype, device)
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
+    average = None
+    if spec.train.ema_decay is not None:
+        average = WeightAverage(trained(p for layer in layers for p in layer.module.parameters()), spec.train.ema_decay)
+    control = Transport(comm, hang_timeout_s, wait_state=wait_state)
+    update = Update(
+        spec.train, modules, gradients, optimizer, control, rank, parallel.partitions, replica,
+        LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)), average,
+    )  # fmt: skip
     recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
@@ -152,15 +165,14 @@ def build_pipeline(
         )  # fmt: skip
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
-        labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer, segments=segments,
+        labels_per_step=labels_per_step(spec), update=update, segments=segments,
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
     evaluation_channels = P2PChannels(forward, rank, output_specs, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
-    control = Transport(comm, hang_timeout_s, wait_state=wait_state)
     seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, gradients, optimizer, recorder,
+        spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
         control, train, evaluate, plan, segments,
     )  # fmt: skip
 
@@ -181,3 +193,10 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
                 "optimizer.frozen", pattern, "is the name of no layer or parameter of the model",
                 "give names or patterns such as layer1.* or *.bias; `gems partition` lists the layers",
             )  # fmt: skip
+
+
+def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
+    """Return the training samples; collective if a learning rate by epoch needs to ask the source."""
+    if spec.lr_scheduler.interval != EPOCH or not DATASETS[spec.data.name].counts_itself:
+        return spec.data.train_samples
+    return int(comm.bcast(open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))

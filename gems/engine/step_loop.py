@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -25,7 +27,19 @@ from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
 
 CLOCK_ROUNDS, CLOCK_POLL_S = 10, 0.001
-Step = Callable[[int], tuple[int, int, float]]  # step number -> begin and end in ns, and the loss on rank 0
+
+
+class StepResult(NamedTuple):
+    """Begin and end of a step, and what is known of it on a rank: the loss on rank 0."""
+
+    start_ns: int
+    end_ns: int
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    learning_rate: float = math.nan
+
+
+Step = Callable[[int], StepResult]
 
 
 def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
@@ -71,17 +85,20 @@ def run_steps(
     with contextlib.nullcontext() if progress is None else contextlib.closing(progress):
         for step in range(first_step, num_steps):
             saver.begin()
-            start_ns, end_ns, loss = run_step(step)
+            done = run_step(step)
             is_warmup = step - first_step < spec.benchmark.skip_steps
-            part.add("rank_steps", (rank, step, start_ns, end_ns, images, loss, is_warmup))
+            recipe = {"grad_norm": done.grad_norm, "learning_rate": done.learning_rate}
+            span = done.start_ns, done.end_ns
+            part.add("rank_steps", (rank, step, *span, images, done.loss, is_warmup, *recipe.values()))
             part.flush()
             metrics = {} if validator is None else validator.after(step + 1)
             if progress is not None:
                 if losses is not None:
-                    losses.append(loss)
+                    losses.append(done.loss)
                 if loggers is not None:
-                    loggers.log(step + 1, {"train_loss": loss, "step_s": (end_ns - start_ns) / 1e9, **metrics})
-                progress.show(step + 1, loss)
+                    step_s = (done.end_ns - done.start_ns) / 1e9
+                    loggers.log(step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics})
+                progress.show(step + 1, done.loss)
             if saver.end(step + 1, losses or ()):
                 return True
             if validator is not None and validator.is_over:

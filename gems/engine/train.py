@@ -21,9 +21,9 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
-from gems.engine.optimization.optimizer import state_bytes
+from gems.engine.optimization.nonfinite import raise_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.step_loop import measure_offset, run_steps, schedule_record, trace_attributes
+from gems.engine.step_loop import StepResult, measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.loggers import Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
@@ -36,7 +36,9 @@ from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
-LOGGED = ("train_loss", "step_s", "validation_loss", "validation_accuracy")  # the columns of metrics.csv
+# the columns of metrics.csv
+LOGGED = ("train_loss", "step_s", "grad_norm", "learning_rate", "validation_loss", "validation_accuracy")
+AVERAGE = "average"  # folder of the averaged weights, in that of the weights
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +81,7 @@ def train(
         losses: list[float] = []
         if start.checkpoint is not None:
             losses = restore_state(pipeline, *start.checkpoint)
-            pipeline.recorder.count_bytes(state_bytes(pipeline.optimizer))
+            pipeline.recorder.count_bytes(pipeline.update.state_bytes())
         elif spec.train.initial_checkpoint is not None:
             match = restore(pipeline, Path(spec.train.initial_checkpoint))
             if comm.rank == 0:
@@ -91,23 +93,27 @@ def train(
         monitor = Monitor(device, spec.train.sample_interval_s)
         recorder, labels = pipeline.recorder, labels_per_step(spec)
 
-        def run_step(step: int) -> tuple[int, int, float]:
+        def run_step(step: int) -> StepResult:
             start_ns = time.perf_counter_ns()
             heartbeat.beat(step, "load")
             batch = loader.batch(step)
             if loader.reads:
                 recorder.waited(step, start_ns, time.perf_counter_ns())
             metrics = pipeline.train.run(step, batch)
+            if pipeline.update.stops:
+                saver.finish()
+                raise_nonfinite(pipeline, step, batch)
             del batch
             if step == 0:  # later steps have it from the start
-                recorder.count_bytes(state_bytes(pipeline.optimizer))
+                recorder.count_bytes(pipeline.update.state_bytes())
             recorder.synchronize()
             end_ns = time.perf_counter_ns()
             recorder.end_step()
             total = pipeline.control.sum_to_first([metrics.loss_sum])
             for sample in monitor.take():
                 part.add("samples", (comm.rank, *sample))
-            return start_ns, end_ns, float("nan") if total is None else total[0] / labels
+            loss = float("nan") if total is None else total[0] / labels
+            return StepResult(start_ns, end_ns, loss, pipeline.update.grad_norm, pipeline.update.learning_rate)
 
         def measure() -> dict[str, float]:
             heartbeat.beat(spec.train.steps, "validate")
@@ -115,7 +121,8 @@ def train(
             return {name: value for name, value in asdict(accuracies[-1]).items() if isinstance(value, float)}
 
         def save(path: Path) -> None:
-            weights.save(pipeline, path)
+            with pipeline.update.averaged():  # which were measured
+                weights.save(pipeline, path)
 
         accuracies: list[Accuracy] = []
         steps_per_epoch = max(1, num_train // global_batch(spec))
@@ -150,6 +157,9 @@ def train(
             saver.finish()
         heartbeat.beat(spec.train.steps, "checkpoint")
         weights.save(pipeline, folder.checkpoint)
+        with pipeline.update.averaged() as is_averaged:
+            if is_averaged:
+                weights.save(pipeline, folder.checkpoint / AVERAGE)
         energies_j = comm.gather(energy_j)
         if energies_j is not None:
             write_json(folder.result_json, {
@@ -197,9 +207,10 @@ def evaluate(pipeline: Pipeline, loader: BatchLoader, class_counts: tuple[int, .
         pipeline.has_in_evaluation(0),
         pipeline.has_in_evaluation(last),
     )
-    for batch in batches:
-        metrics = executor.run(pipeline.spec.train.steps, batch)  # which the heartbeat shows as after the last step
-        sums += (metrics.loss_sum, metrics.num_correct, metrics.num_labels)
+    with pipeline.update.averaged():
+        for batch in batches:
+            metrics = executor.run(pipeline.spec.train.steps, batch)  # which the heartbeat shows as after the last step
+            sums += (metrics.loss_sum, metrics.num_correct, metrics.num_labels)
     pipeline.recorder.is_on = True
     pipeline.set_training(True)
     loss_sum, num_correct, num_labels = np.sum(pipeline.comm.allgather(sums), axis=0)

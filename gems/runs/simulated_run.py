@@ -85,10 +85,11 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         )  # fmt: skip
     spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
-    steps = [(k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1) for k in range(num_steps)]
+    untrained = math.nan, math.nan  # norm of the gradient, learning rate
+    steps = [(k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1, *untrained) for k in range(num_steps)]
     ends_ns = [[round(max(row, default=0.0) * cost.unit_s * 1e9) for row in step.end] for step in drawn]
     rank_steps = [
-        (rank, k, starts_ns[k], starts_ns[k] + ends_ns[k % len(drawn)][rank], images, math.nan, k < warmup)
+        (rank, k, starts_ns[k], starts_ns[k] + ends_ns[k % len(drawn)][rank], images, math.nan, k < warmup, *untrained)
         for rank in range(schedule.num_ranks)
         for k in range(num_steps)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -42,6 +43,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("loss", "f8", "1", "mean training loss over all images of the step"),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
         ("attempt", "i4", "1", "attempt that ran the step, from 1"),
+        ("grad_norm", "f8", "1", "norm of the gradient over all stages, before clipping; NaN if nothing needs it"),
+        ("learning_rate", "f8", "1", "largest learning rate of the parameter groups; NaN if nothing is trained"),
     ),
     "rank_steps": (
         ("rank", "i4", "1", "world rank"),
@@ -51,6 +54,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("images", "i8", "1", "images of all directions and replicas"),
         ("loss", "f8", "1", "mean training loss of the step, where this rank knows it; NaN elsewhere"),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
+        ("grad_norm", "f8", "1", "norm of the gradient over all stages, before clipping; NaN if nothing needs it"),
+        ("learning_rate", "f8", "1", "largest learning rate of the parameter groups; NaN if nothing is trained"),
     ),
     "validations": (
         ("step", "i4", "1", "optimizer steps done"),
@@ -67,7 +72,10 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     ),
 }
 # What a column says in a file of a minor version that had it not yet.
-DEFAULTS = {("steps", "attempt"): 1}
+DEFAULTS: dict[tuple[str, str], float] = {
+    ("steps", "attempt"): 1,
+    **{(table, column): math.nan for table in ("steps", "rank_steps") for column in ("grad_norm", "learning_rate")},
+}
 LATER_TABLES = ("validations",)  # which files of an earlier minor version lack
 DTYPES = {name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()}
 

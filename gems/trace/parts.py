@@ -15,7 +15,7 @@ import numpy as np
 
 from gems.errors import ConfigError
 from gems.trace.hdf5 import get_attributes, open_trace, read_trace, set_attributes
-from gems.trace.layout import DTYPES, LATER_TABLES, Trace
+from gems.trace.layout import DEFAULTS, DTYPES, LATER_TABLES, Trace
 
 PART_TABLES = ("events", "rank_steps", "validations", "samples")
 TABLES = ("events", "steps", "rank_steps", "validations", "samples")
@@ -75,10 +75,22 @@ def read_part(path: Path) -> Trace:
     """
     with open_trace(path) as file:
         tables: dict[str, Any] = {
-            name: np.empty(0, DTYPES[name]) if name in LATER_TABLES and name not in file else file[name][()]
+            name: np.empty(0, DTYPES[name])
+            if name in LATER_TABLES and name not in file
+            else _with_all_columns(name, file[name][()])
             for name in PART_TABLES
         }
         return Trace(attributes=get_attributes(file), **tables)
+
+
+def _with_all_columns(name: str, table: np.ndarray) -> np.ndarray:
+    """Return a table with the columns that a part of an older minor version lacks."""
+    if table.dtype == DTYPES[name]:
+        return table
+    whole = np.empty(len(table), DTYPES[name])
+    for column in DTYPES[name].names or ():
+        whole[column] = table[column] if column in (table.dtype.names or ()) else DEFAULTS[name, column]
+    return whole
 
 
 def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
@@ -143,7 +155,8 @@ def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.nd
             known = mine["loss"][~np.isnan(mine["loss"])]
             loss = float(known[0]) if len(known) else float("nan")
             span = mine["start_ns"].min(), mine["end_ns"].max()
-            rows.append((step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt))
+            recipe = mine["grad_norm"][0], mine["learning_rate"].max()
+            rows.append((step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt, *recipe))
     return np.array(rows, DTYPES["steps"])
 
 

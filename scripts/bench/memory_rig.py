@@ -110,7 +110,7 @@ class OneRank:
         modules = nn.ModuleList(self.pipeline.modules.values())
         tensors = [*modules.parameters(), *modules.buffers()]
         tensors += [parameter.grad for parameter in modules.parameters() if parameter.grad is not None]
-        values = [value for state in self.pipeline.optimizer.state.values() for value in state.values()]
+        values = [value for state in self.pipeline.update.optimizer.state.values() for value in state.values()]
         tensors += [value for value in values if isinstance(value, Tensor)]
         tensors += [*self._batch.images.values(), *self._batch.labels.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]

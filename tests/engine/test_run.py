@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
+from gems.engine.checkpoint.manifest import checkpoint_folders
 from gems.errors import RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
@@ -27,6 +29,7 @@ from gems.trace import KINDS, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 LIMIT_S = 100.0
 RECORD = {
@@ -242,3 +245,25 @@ def test_a_broken_run_yaml_is_refused(tmp_path):
 def test_a_run_needs_a_folder():
     ended = subprocess.run([sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 2 and "usage" in ended.stderr
+
+
+@pytest.mark.parametrize(("schedule", "forwards_of_a_step"), [("1f1b", 2), ("gems_master", 1)])
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_finite_checkpoint(tmp_path, schedule, forwards_of_a_step):
+    spec = make_spec(
+        schedule, NUM_RANKS, runs_dir=str(tmp_path), parallel__micro_batches=2, parallel__boundaries=[0, 2, 5],
+        data__height_px=8, data__width_px=8, model__name="toy_fuse", model__width=6 * forwards_of_a_step,
+        plugins=["tests.engine.toys"], plugins_dir=str(ROOT), train__steps=9, train__checkpoint_steps=3,
+    )  # fmt: skip
+    folder = prepare(spec)
+    ended = launch(folder)
+    assert ended.returncode == RankFailedError.exit_code
+    (line,) = lines_of(ended)
+    rank = 1 if schedule == "1f1b" else int(re.search(r"at rank (\d)", line)[1])
+    assert f"step 6 is not finite (gradient norm nan) at rank {rank}: the first output" in line
+    assert "that is not finite is that of layer fuse" in line
+    failure(folder, rank, RankFailedError.exit_code)
+    (newest, _) = checkpoint_folders(folder.checkpoints)
+    assert newest.name.endswith("06")
+    saved = [load_file(path) for path in newest.glob("*.safetensors")]
+    assert all(bool(tensor.isfinite().all()) for shard in saved for tensor in shard.values())
+    assert read_part(part_path(folder.path, 0)).rank_steps["step"].tolist() == list(range(6))

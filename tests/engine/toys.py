@@ -69,6 +69,18 @@ class Join(nn.Module):
         return self.head(feature) + self.skip(flat) * (1 + index.unsqueeze(1))
 
 
+class Fuse(nn.Module):
+    """Gives what it gets, and from its forward number `at` on nothing but NaN."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.training
+        return x if self.count <= self.at else x * float("nan")
+
+
 class Call(nn.Module):
     """Calls a layer on what `spread` makes of the input, with more arguments."""
 
@@ -108,7 +120,21 @@ def _view_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     )
 
 
+def _fuse_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """The third layer breaks after `model.width` forwards."""
+    conv = (("in_channels", data.channels), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))
+    linear = (("in_features", 4 * data.height_px * data.width_px), ("out_features", data.num_classes))
+    return (
+        Layer("conv", "toy", "torch.nn:Conv2d", conv),
+        Layer("norm", "toy", "torch.nn:BatchNorm2d", (("num_features", 4),)),
+        _toy("Fuse", at=model.width),
+        Layer("flatten", "toy", "torch.nn:Flatten", ()),
+        Layer("linear", "toy", "torch.nn:Linear", linear),
+    )
+
+
 if "toy_tuples" not in MODELS:
+    MODELS.register("toy_fuse", ModelFamily(_fuse_layers, lambda model: 1))
     MODELS.register("toy_tuples", ModelFamily(_tuple_layers, lambda model: 1))
     MODELS.register("toy_views", ModelFamily(_view_layers, lambda model: 1))
 

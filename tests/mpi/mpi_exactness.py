@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gems.config.schema import RunSpec
+from gems.engine.optimization.update import Update
 from gems.engine.verification import compare as comparing
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
@@ -189,6 +190,10 @@ RECIPES = {
     },
     "lamb": {"optimizer__name": "lamb", "optimizer__weight_decay": 0.01, "optimizer__frozen": ["stem"]},
 }  # fmt: skip
+CLIPPED = {
+    "train__max_grad_norm": 0.9, "train__ema_decay": 0.9, "train__steps": 20, "optimizer__lr": 0.02,
+    "lr_scheduler__name": "one_cycle", "lr_scheduler__warmup_steps": 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -196,3 +201,14 @@ RECIPES = {
 def test_recipes(comm, schedule, partitions, replicas, recipe):
     spec = make_spec(schedule, partitions, replicas, **RECIPES[recipe])
     check(comm, replace(spec, train=replace(spec.train, steps=4)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
+def test_clipping_average_and_schedule_over_20_steps(comm, schedule, monkeypatch):
+    """Rates change in every step; some gradients are clipped and some are not."""
+    norms: list[float] = []
+    reduce = Update.reduce
+    monkeypatch.setattr(Update, "reduce", lambda self, losses: (reduce(self, losses), norms.append(self.grad_norm)))
+    check(comm, make_spec(schedule, 2, 2, **CLIPPED))
+    assert len(norms) == 20 and min(norms) < 0.9 < max(norms)
+    assert comm.allgather(norms) == [norms] * comm.size

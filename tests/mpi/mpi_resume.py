@@ -110,6 +110,10 @@ BRANCHES = {
     "model": ModelConfig(name="googlenet", width=4, norm="batch"),
     "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_samples=64),
 }
+RECIPE = {
+    "optimizer__layer_decay": 0.9, "train__ema_decay": 0.9, "train__max_grad_norm": 1.0,
+    "lr_scheduler__name": "one_cycle", "lr_scheduler__warmup_steps": 3,
+}  # fmt: skip
 CASES = {
     "1f1b": base("1f1b", 4, 1),
     "gems_master": base("gems_master", 4, 1, parallel__parts=2),
@@ -118,6 +122,7 @@ CASES = {
     "split": base("zb_h1", 4, 1),
     "dropout": base("1f1b", 2, 2, model__name="toy_drop", optimizer__name="adam"),
     "gems_dropout": base("gems_master", 2, 2, model__name="toy_drop", parallel__micro_batches=4),
+    "recipe": base("gems_master", 2, 2, optimizer__name="lamb", **RECIPE),
     "placed": base("placed", 2, 1, parallel__micro_batches=2, partition__budget_s=1.0, **BRANCHES),
 }
 
@@ -153,7 +158,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
 
 def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tmp_path):
     """Float32, the same global batch; group norm, for batch norm's statistics are those of a micro-batch."""
-    same = {"model__norm": "group", "train__evaluate": True, "optimizer__name": "adam"}
+    same = {"model__norm": "group", "train__evaluate": True, "optimizer__name": "adam", **RECIPE}
     path = comm.bcast(tmp_path)
     whole, first = RunFolder(path / "whole"), RunFolder(path / "first")
     spec = base("gems_master", 4, 1, parallel__parts=2, **same)
@@ -175,6 +180,9 @@ def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tm
             assert results[1][key] == pytest.approx(results[0][key], rel=1e-6), key
         assert results[1]["num_steps"] == STEPS
         states = [weights.load(run.path) for run in (whole, folder)]
+        averages = [weights.load(run.checkpoint / "average") for run in (whole, folder)]
+        for state, average in zip(states, averages, strict=True):
+            state |= {f"{name} (average)": layer for name, layer in average.items()}
         for name, layer in states[0].items():
             for key, value in layer.items():
                 size = value.abs().max().item() if value.numel() else 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,10 @@ from gems.config.resolve import global_batch
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
+from gems.engine.checkpoint.state import state_tensors
+from gems.engine.executor import Batch
 from gems.engine.optimization.gradients import running_statistics
+from gems.engine.optimization.nonfinite import find_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.train import evaluate, train
 from gems.engine.verification.compare import compare, named_values
@@ -142,7 +147,7 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, sche
         part.allgather(copies(pipeline, lambda module: [p.grad for p in module.parameters()])),
         part.allgather(copies(pipeline, running_statistics)),
     )
-    pipeline.gradients.reduce()
+    pipeline.update.gradients.reduce()
     after = (
         copies(pipeline, lambda module: [p.grad for p in module.parameters()]),
         copies(pipeline, running_statistics),
@@ -163,7 +168,7 @@ def test_bfloat16_gradients_are_summed_in_float32(comm):
     pipeline = build_pipeline(spec, comm, CPU)
     for parameter in pipeline.modules[0, 0].parameters():
         parameter.grad.fill_(256.0 if comm.rank == 0 else 1.0)
-    pipeline.gradients.reduce()
+    pipeline.update.gradients.reduce()
     for parameter in pipeline.modules[0, 0].parameters():
         assert parameter.grad.dtype is torch.bfloat16
         assert bool((parameter.grad == 260).all())
@@ -380,3 +385,39 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
             parameters, _, statistics = named_values(name, module)
             for key, value in (parameters | statistics).items():
                 assert torch.equal(value, state[name][key.removeprefix(f"{name}.")]), key
+
+
+# --- a step that is not finite ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, replicas):
+    spec = make_spec(
+        schedule, partitions, replicas, train__on_nonfinite="skip", train__ema_decay=0.9, optimizer__name="adam"
+    )
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    pipeline = build_pipeline(spec, part, CPU)
+    pipeline.set_training(True)
+
+    def state() -> dict[str, torch.Tensor]:
+        early, late = state_tensors(pipeline)
+        return {name: tensor.clone() for name, tensor in (early | late).items() if name != "schedule"}
+
+    with closing(open_feed(spec, pipeline)) as loader:
+        good = loader.batch(0)
+        pipeline.train.run(0, good)
+        before = state()
+        bad = Batch({m: images.clone() for m, images in good.images.items()}, good.labels)
+        if part.rank == 0:  # one micro-batch of one direction and replica
+            bad.images[min(bad.images)][0, 0, 0, 0] = float("inf")
+        pipeline.train.run(1, bad)
+        assert part.allgather(pipeline.update.has_failed) == [True] * part.size
+        after = state()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        found = find_nonfinite(pipeline, 1, bad)
+        assert (found.place, found.rank, found.what) == (0, 0, "samples of the batch are not finite")
+        pipeline.train.run(2, good)
+        assert not pipeline.update.has_failed and math.isfinite(pipeline.update.grad_norm)
+        assert any(not torch.equal(before[name], value) for name, value in state().items())

@@ -46,8 +46,8 @@ def sample_trace() -> Trace:
     return Trace(
         attributes=attributes,
         events=np.array([event(0, 0, 5, 9), event(1, 0, 3, 8, "B")], DTYPES["events"]),
-        steps=np.array([(0, 3, 9, 4, 0.25, 1, 1)], DTYPES["steps"]),
-        rank_steps=np.array([(0, 0, 3, 9, 4, 0.25, 1)], DTYPES["rank_steps"]),
+        steps=np.array([(0, 3, 9, 4, 0.25, 1, 1, 2.5, 0.1)], DTYPES["steps"]),
+        rank_steps=np.array([(0, 0, 3, 9, 4, 0.25, 1, 2.5, 0.1)], DTYPES["rank_steps"]),
         samples=np.array([(0, 4, -1, 1 << 40, np.nan, 0.5)], DTYPES["samples"]),
         run_yaml="name: größe\n",
         schedule_rows=("0F0 0B0", "1F0 1B0"),
@@ -154,7 +154,7 @@ def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], lo
     for step, start in enumerate(starts_ns):
         part.add("events", event(rank, step, start + 5, start + 9, "B"))
         part.add("events", event(rank, step, start, start + 5))
-        part.add("rank_steps", (rank, step, start, start + 10, 8, loss / (step + 1), step == 0))
+        part.add("rank_steps", (rank, step, start, start + 10, 8, loss / (step + 1), step == 0, 2.5, 0.1))
         part.add("samples", (rank, start, -1, 100 + rank, np.nan, np.nan))
         part.flush()
     part.close()
@@ -166,7 +166,7 @@ def test_merging_sorts_by_rank_and_start_on_one_clock(tmp_path: Path) -> None:
     merged = merge_parts(paths, {"signature": "new", "note": "x"})
     assert merged.events["rank"].tolist() == [0] * 4 + [1] * 4
     assert merged.events["start_ns"].tolist() == [0, 5, 100, 105, 2, 7, 102, 107]
-    assert merged.steps.tolist() == [(0, 0, 12, 8, 4.0, 1, 1), (1, 100, 112, 8, 2.0, 0, 1)]
+    assert merged.steps.tolist() == [(0, 0, 12, 8, 4.0, 1, 1, 2.5, 0.1), (1, 100, 112, 8, 2.0, 0, 1, 2.5, 0.1)]
     assert sorted(merged.samples["t_ns"].tolist()) == [0, 2, 100, 102]
     assert merged.attributes["hostnames"] == ["node0", "node1"]
     assert (merged.attributes["clock_offset_ns"], merged.attributes["clock_error_ns"]) == ([0, 1000], [3, 3])
@@ -207,7 +207,7 @@ part = TracePart(Path(sys.argv[1]), 3, root_attributes("measured", "abc", 4))
 for step in range(200):
     for start in range(40):
         part.add("events", (3, step, 0, 0, -1, 0, start, 0, start, start + 1, 0, 0, 0))
-    part.add("rank_steps", (3, step, 0, 40, 8, 0.5, 0))
+    part.add("rank_steps", (3, step, 0, 40, 8, 0.5, 0, 2.5, 0.1))
     part.flush()
 for start in range(5000):
     part.add("events", (3, 200, 0, 0, -1, 0, start, 0, start, start + 1, 0, 0, 0))
@@ -257,3 +257,19 @@ def test_the_allocators_peaks_are_kept_by_rank(tmp_path: Path) -> None:
         TracePart(tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)).close()
     merged = merge_parts(sorted(tmp_path.glob("*.h5")), {})
     assert merged.attributes["peak_allocated_bytes"] == [7, -1]
+
+
+def test_a_part_of_an_older_version_has_no_norm_and_no_rate(tmp_path: Path) -> None:
+    paths = [write_part(tmp_path, rank, 0, [0, 100]) for rank in range(2)]
+    for path in paths:
+        with h5py.File(path, "r+") as file:
+            table = file["rank_steps"][()]
+            old = [name for name in table.dtype.names if name not in ("grad_norm", "learning_rate")]
+            del file["rank_steps"]
+            file["rank_steps"] = table[old]
+    merged = merge_parts(paths, {})
+    assert merged.steps["step"].tolist() == [0, 1] and bool(np.isnan(merged.steps["learning_rate"]).all())
+    write_trace(tmp_path / "trace.h5", merged)
+    with h5py.File(tmp_path / "trace.h5", "r+") as file:
+        del file["steps/grad_norm"], file["rank_steps/grad_norm"]
+    assert bool(np.isnan(read_trace(tmp_path / "trace.h5").steps["grad_norm"]).all())

@@ -31,7 +31,7 @@ def write_attempt(
             start = begin_ns + (place + 1) * S
             loss = attempt + step / 100 if rank == 0 else float("nan")
             part.add("events", (rank, step, 0, rank, -1, 0, 0, 0, start, start + S // 2, 0, 0, 0))
-            part.add("rank_steps", (rank, step, start, start + S, 4, loss, 0))
+            part.add("rank_steps", (rank, step, start, start + S, 4, loss, 0, 2.5, 0.1))
             part.add("samples", (rank, start, -1, 7, float("nan"), float("nan")))
         part.close()
 

@@ -165,7 +165,8 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
         section: {key: value for key, value in whole[section].items() if key not in IRRELEVANT_KEYS}
         for section in ("model", "data")
     }
-    identity["train"] = {"optimizer": spec.optimizer.name, "dtype": spec.train.dtype}
+    identity["optimizer"] = {"name": spec.optimizer.target or spec.optimizer.name}
+    identity["train"] = {"dtype": spec.train.dtype}
     return identity | {"seed": spec.seed, "global batch": global_batch(spec)}
 
 

@@ -1,7 +1,7 @@
 """The state of a rank: its tensors and their names, copied to the host, and restored into any partition.
 
-In a shard they are named `parameters/LAYER/KEY`, `buffers/LAYER/KEY`, `optimizer/SLOT/LAYER/KEY` and, for a buffer that
-may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`.
+In a shard they are named `parameters/LAYER/KEY`, `average/LAYER/KEY`, `buffers/LAYER/KEY`, `optimizer/SLOT/LAYER/KEY`
+and, for a buffer that may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses` and `schedule`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gems.engine.pipeline import Pipeline
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
 
-LOSSES = "losses"
+LOSSES, SCHEDULE = "losses", "schedule"
+NUMBER = ":number"  # after the name of a slot that is no tensor
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -57,14 +58,22 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
     """
     owners, mine = layer_owners(pipeline), pipeline.comm.rank
     early, late = _random_states(pipeline), {}
+    update = pipeline.update
+    averages = {} if update.average is None else update.average.by_parameter()
+    if mine == 0:
+        early[SCHEDULE] = update.schedule.state()
     for (direction, _), name, part, module in _layers(pipeline):
         if owners[part] == mine:
             early |= {f"buffers/{name}/{key}": buffer for key, buffer in module.named_buffers()}
             for key, parameter in module.named_parameters():
                 late[f"parameters/{name}/{key}"] = parameter.detach()
-                for slot, value in pipeline.optimizer.state.get(parameter, {}).items():
+                if parameter in averages:
+                    late[f"average/{name}/{key}"] = averages[parameter]
+                for slot, value in update.optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         late[f"optimizer/{slot}/{name}/{key}"] = value
+                    elif isinstance(value, int | float):
+                        late[f"optimizer/{slot}{NUMBER}/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
         early |= {f"copies/{direction}/{name}/{key}": buffer for key, buffer in _counters(module)}
     return early, late
 
@@ -81,8 +90,10 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
     Raises:
         ConfigError: a tensor is missing or of another shape.
     """
-    optimizer_state: dict[int, dict[str, Tensor]] = {}
-    parameters = (p for group in pipeline.optimizer.param_groups for p in group["params"])
+    optimizer_state: dict[int, dict[str, Any]] = {}
+    update = pipeline.update
+    averages = {} if update.average is None else update.average.by_parameter()
+    parameters = (p for group in update.optimizer.param_groups for p in group["params"])
     places = {id(p): place for place, p in enumerate(parameters)}
     is_same = manifest.layout == rank_layout(pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries)
     with _Shards(folder) as shards, torch.no_grad():
@@ -103,7 +114,11 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
                     if (saved := f"optimizer/{slot}/{name}/{key}") in shards.names(owner)
                 }
                 if slots and parameter.requires_grad:
-                    optimizer_state[places[id(parameter)]] = slots
+                    optimizer_state[places[id(parameter)]] = dict(_number_or_tensor(*slot) for slot in slots.items())
+                if parameter in averages:
+                    saved = f"average/{name}/{key}"
+                    has_average = saved in shards.names(owner)
+                    shards.copy_into(averages[parameter], owner, saved if has_average else f"parameters/{name}/{key}")
             if is_same:
                 for key, buffer in _counters(module):
                     shards.copy_into(buffer, pipeline.comm.rank, f"copies/{direction}/{name}/{key}")
@@ -116,9 +131,19 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
             np.random.seed(seeds[1])
             random.seed(seeds[2])
         losses = [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
-    groups = pipeline.optimizer.state_dict()["param_groups"]
-    pipeline.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+        schedule = shards.tensor(0, SCHEDULE) if SCHEDULE in shards.names(0) else None
+    groups = update.optimizer.state_dict()["param_groups"]
+    update.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    update.schedule.restore(manifest.step, schedule)
     return losses
+
+
+def _number_or_tensor(slot: str, value: Tensor) -> tuple[str, Any]:
+    """Return a slot of an optimizer's state as the optimizer had it; a number was saved as a tensor."""
+    if not slot.endswith(NUMBER):
+        return slot, value
+    number = float(value)
+    return slot.removesuffix(NUMBER), int(number) if number.is_integer() else number
 
 
 class _Shards(contextlib.ExitStack):
@@ -267,7 +292,7 @@ class PipelineState(HostCopy):
     """Copies of a rank's share of the state of a pipeline, and on rank 0 of the losses."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__(pipeline.device, pipeline.optimizer)
+        super().__init__(pipeline.device, pipeline.update.optimizer)
         self._pipeline = pipeline
 
     def take(self, losses: Sequence[float]) -> None:

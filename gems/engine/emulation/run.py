@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import closing
 from statistics import mean
@@ -15,7 +14,7 @@ from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
 from gems.engine.emulation.message_cost import measure_hop
-from gems.engine.step_loop import check_ranks, measure_offset, run_steps, schedule_record, trace_attributes
+from gems.engine.step_loop import StepResult, check_ranks, measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Comm, Transport, ranks_here
@@ -82,12 +81,12 @@ def emulate(
             channels, waiter, recorder, reduce, heartbeat, replica_pace(spec, replica),
         )  # fmt: skip
 
-        def run_step(step: int) -> tuple[int, int, float]:
+        def run_step(step: int) -> StepResult:
             heartbeat.beat(step, "begin")
             control.barrier()
             start_ns = time.perf_counter_ns()
             executor.run(step)
-            return start_ns, time.perf_counter_ns(), math.nan
+            return StepResult(start_ns, time.perf_counter_ns())
 
         def measure() -> float:
             num_bytes = round(max(costs.boundary_bytes))

@@ -11,6 +11,8 @@ from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
 from gems.engine.transport.mpi import Transport
 
+NORM_ELEMENTS = 2**22  # of which a copy in float64 is made at a time
+
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
     """Return the floating-point buffers of a module (running means and variances), in a fixed order."""
@@ -44,13 +46,15 @@ class Gradients:
         self._message, self._packed = self._flat[:end_of_message], self._flat[num_gradients:end_of_message]
         # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
+        self._of_stage: dict[int, Tensor] = {}
         at, at_second = 0, end_of_message
-        for same in copies:
+        for stage, same in zip(stages, copies, strict=True):
             size = _set_views(trained(same[0].parameters()), self._flat, at)
             for copy in same[1:]:
                 _set_views(trained(copy.parameters()), self._flat, at_second)
                 self._seconds.append((self._flat[at : at + size], self._flat[at_second : at_second + size]))
                 at_second += size
+            self._of_stage[stage] = self._flat[at : at + size]
             at += size
         self._has_copies = transport.size > 1 or bool(self._seconds)
         self._staged: Tensor | None = None
@@ -66,6 +70,17 @@ class Gradients:
     def zero(self) -> None:
         """Clear all gradients, for the next step."""
         self._flat.zero_()
+
+    def squared_norm(self, stages: Iterable[int]) -> float:
+        """Return the sum of the squared gradients of some stages on this rank, in float64 and in a fixed order."""
+        parts = (part for stage in stages for part in torch.split(self._of_stage[stage], NORM_ELEMENTS))
+        squares = [part.double().square().sum() for part in parts]
+        return float(torch.stack(squares).sum()) if squares else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1:
+            self._flat.mul_(factor)
 
     def reduce(self) -> None:
         """Sum the gradients and average the running statistics over all copies; collective."""

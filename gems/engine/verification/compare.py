@@ -22,6 +22,7 @@ from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
 from gems.engine.optimization.gradients import running_statistics
+from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
 from gems.engine.pipeline import build_pipeline
@@ -67,9 +68,11 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
     freeze(numbered, spec.optimizer.frozen)
     optimizer = build_optimizer(spec.optimizer, numbered, len(layers))
-    parameters = list(trained(model.parameters()))
-    statistics = running_statistics(model)
     dataset = open_dataset(spec.data, spec.seed)
+    parameters = list(trained(model.parameters()))
+    schedule_of_rates = LrSchedule(spec, optimizer, dataset.num_train)
+    averages = [parameter.detach().clone() for parameter in parameters]
+    statistics = running_statistics(model)
     for step in range(spec.train.steps):
         optimizer.zero_grad(set_to_none=True)
         start = [buffer.clone() for buffer in statistics]
@@ -97,8 +100,18 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
             buffer.copy_(value)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
+        if spec.train.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, spec.train.max_grad_norm)
         optimizer.step()
-        yield collect_values(zip((layer.name for layer in layers), modules, strict=True))
+        schedule_of_rates.step()
+        found = collect_values(zip(names, modules, strict=True))
+        if (decay := spec.train.ema_decay) is not None:
+            averages = [
+                decay * mean + (1 - decay) * parameter.detach()
+                for mean, parameter in zip(averages, parameters, strict=True)
+            ]
+            found[0].update(_averages(zip(names, modules, strict=True), dict(zip(parameters, averages, strict=True))))
+        yield found
 
 
 def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Values, Values]:
@@ -108,6 +121,16 @@ def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Val
         for whole, some in zip(collected, named_values(name, module), strict=True):
             whole.update(some)
     return collected
+
+
+def _averages(layers: Iterable[tuple[str, nn.Module]], averages: Mapping[nn.Parameter, Tensor]) -> Values:
+    """Return copies of the averaged parameters of named layers."""
+    return {
+        f"{name}.{key} (average)": averages[parameter].cpu().clone()
+        for name, module in layers
+        for key, parameter in module.named_parameters()
+        if parameter in averages
+    }
 
 
 def _copier(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
@@ -173,7 +196,11 @@ def compare(
         found = None if reference is None else next(reference)
         pipeline.control.barrier()
         expected = comm.bcast(found)
-        for mine in (collect_values(pipeline.named_layers(key)) for key in pipeline.modules):
+        average = pipeline.update.average
+        for key in pipeline.modules:
+            mine = collect_values(pipeline.named_layers(key))
+            if average is not None:
+                mine[0].update(_averages(pipeline.named_layers(key), average.by_parameter()))
             for kind, values in enumerate(mine):
                 error, name = relative_error(values, expected[kind])
                 where = f"{name} at rank {comm.rank}, step {step}"

@@ -1,0 +1,83 @@
+"""Where a loss or gradient stopped being finite: the step runs again with its layers watched."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gems.engine.executor import Batch
+from gems.engine.optimization.parameter_groups import NumberedLayer
+from gems.engine.pipeline import Pipeline
+from gems.errors import RankFailedError
+
+
+class Finding(NamedTuple):
+    """What was not finite; the least of all ranks is the first in the model."""
+
+    order: int  # outputs before gradients
+    place: int
+    rank: int
+    what: str
+
+
+def raise_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> NoReturn:
+    """Raise the error of a step that was not finite, on the rank at fault; the others wait for the end; collective.
+
+    Raises:
+        RankFailedError: naming step, rank and layer.
+    """
+    found = find_nonfinite(pipeline, step, batch)
+    if pipeline.comm.rank == found.rank:
+        norm = pipeline.update.grad_norm
+        raise RankFailedError(
+            f"step {step} is not finite (gradient norm {norm:g}) at rank {found.rank}: {found.what}; no weight has "
+            "changed since the step before; lower the learning rate, or set train.max_grad_norm or "
+            "train.on_nonfinite=skip"
+        )
+    pipeline.control.barrier()
+    raise RankFailedError(f"step {step} is not finite, as rank {found.rank} reports")
+
+
+def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
+    """Run a step again without changing weights, and return the first layer that is not finite; collective.
+
+    That is the first whose output is not; if all are finite, the last one with such a gradient.
+    """
+    mine: list[Finding] = []
+    rank = pipeline.comm.rank
+    hooks = [
+        layer.module.register_forward_hook(partial(_watch, mine, layer, rank), always_call=False)
+        for layer in pipeline.layers
+    ]
+    pipeline.recorder.is_on = False
+    try:
+        with pipeline.update.repeated():
+            pipeline.train.run(step, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in pipeline.layers:
+        if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
+            mine.append(Finding(1, -layer.place, rank, f"all outputs are finite, the gradient of {layer.name} is not"))
+    nothing = Finding(2, 0, 0, "the loss, though all outputs and gradients of a second try are finite")
+    return min(min(found, default=nothing) for found in pipeline.comm.allgather(mine))
+
+
+def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Module, given: Any, made: Any) -> None:
+    if _is_finite(made):
+        return
+    if layer.place == 0 and not _is_finite(given):
+        what = "samples of the batch are not finite"
+    else:
+        what = f"the first output that is not finite is that of layer {layer.name}"
+    found.append(Finding(0, layer.place, rank, what))
+
+
+def _is_finite(values: Any) -> bool:
+    if isinstance(values, Tensor):
+        return not values.is_floating_point() or bool(torch.isfinite(values).all())
+    inner = values.values() if isinstance(values, dict) else values
+    return not isinstance(values, dict | list | tuple) or all(map(_is_finite, inner))

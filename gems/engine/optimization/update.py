@@ -1,0 +1,124 @@
+"""The end of a step: gradients are reduced, all ranks agree whether they are finite, and the weights change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gems.config.schema import TrainConfig
+from gems.engine.optimization.ema import WeightAverage
+from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.lr_schedule import LrSchedule
+from gems.engine.optimization.optimizer import state_bytes
+from gems.engine.stage import StageKey
+from gems.engine.transport.mpi import Transport
+
+STOP, SKIP, IGNORE = "stop", "skip", "ignore"
+CLIP_FLOOR = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Update:
+    """Changes the weights of a rank once a step, the same way on all ranks.
+
+    The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not finite, travel in
+    one small message to every rank of the run. Each entry of it comes from one rank, so that its sum has the same bits
+    everywhere, and all copies of a stage scale, skip or stop alike.
+
+    Attributes:
+        grad_norm: norm of the gradient over all stages in the last step, before clipping; NaN if no message was needed.
+        learning_rate: the largest of the groups in the last step.
+        has_failed: the last step was not finite, and the weights are those before it.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        modules: Mapping[StageKey, nn.Module],
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        control: Transport,
+        rank: int,
+        num_ranks: int,
+        replica: int,
+        schedule: LrSchedule,
+        average: WeightAverage | None = None,
+    ) -> None:
+        """Take the parts of a rank's update; `rank` is its number in its pipeline of `num_ranks`."""
+        self.gradients, self.optimizer, self.schedule, self.average = gradients, optimizer, schedule, average
+        self.grad_norm = self.learning_rate = math.nan
+        self.has_failed = False
+        self._on_nonfinite, self._max_norm = train.on_nonfinite, train.max_grad_norm
+        self._control, self._rank, self._replica = control, rank, replica
+        self._counted = sorted({stage for direction, stage in modules if direction == 0})
+        self._needs_message = self._on_nonfinite != IGNORE or self._max_norm is not None
+        self._message = np.zeros(num_ranks + 1)  # squared norms by rank of a pipeline, and losses that are not finite
+        self._buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+        self._before: list[Tensor] = []
+        self._is_repeated = False
+
+    def begin(self) -> None:
+        """Clear the gradients, and keep what a skipped step must leave as it was."""
+        self.gradients.zero()
+        if self.average is not None:
+            self.average.values()
+        if self._on_nonfinite == SKIP:
+            self._before = [buffer.clone() for buffer in self._buffers]
+
+    def reduce(self, losses: Collection[Tensor]) -> None:
+        """Sum gradients over all copies, and agree on their norm; `losses` are those of this rank; collective."""
+        self.gradients.reduce()
+        if not self._needs_message or self._is_repeated:
+            return
+        self._message[:] = 0
+        if self._replica == 0:
+            self._message[self._rank] = self.gradients.squared_norm(self._counted)
+        self._message[-1] = bool(losses) and not bool(torch.isfinite(torch.stack(list(losses))).all())
+        self._control.sum_in_place(self._message)
+        self.grad_norm = math.sqrt(self._message[:-1].sum())
+        self.has_failed = bool(self._message[-1]) or not math.isfinite(self.grad_norm)
+
+    def step(self) -> None:
+        """Change the weights, their average and the learning rate, unless the step has failed."""
+        if self._is_repeated:
+            return
+        self.learning_rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        if self.has_failed and self._on_nonfinite == SKIP:
+            for buffer, value in zip(self._buffers, self._before, strict=True):
+                buffer.copy_(value)
+        elif not self.has_failed or self._on_nonfinite == IGNORE:
+            if self._max_norm is not None:
+                self.gradients.scale(min(1.0, self._max_norm / (self.grad_norm + CLIP_FLOOR)))
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
+        self.schedule.step()
+        self._before = []
+
+    @property
+    def stops(self) -> bool:
+        """Whether the last step was not finite, and the run is to stop for it."""
+        return self.has_failed and self._on_nonfinite == STOP
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Leave weights as they are, for a step that is repeated to find what went wrong."""
+        self._is_repeated = True
+        try:
+            yield
+        finally:
+            self._is_repeated = False
+
+    @contextmanager
+    def averaged(self) -> Iterator[bool]:
+        """Put the averaged weights in place of the weights inside the block, if the run has them; yield whether."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield self.average is not None
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the optimizer's state and of the averaged weights."""
+        return state_bytes(self.optimizer) + (0 if self.average is None else self.average.num_bytes)
