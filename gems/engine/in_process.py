@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.engine.run import run_rank
 from gems.engine.supervision.failure import FLUSH_S, abort_all_ranks, ensure_exit, report_failure
@@ -16,6 +17,7 @@ from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
+from gems.utils.given import target_of
 from gems.utils.logs import set_up_rank_logging
 
 
@@ -35,8 +37,15 @@ class TrainResult:
     validation_loss: float | None = None
 
 
-def train(spec: RunSpec) -> TrainResult:
+def train(
+    spec: RunSpec, model: Any = None, dataset: Any = None, validation_dataset: Any = None, loss: Any = None
+) -> TrainResult:
     """Train a configured run in the ranks of this MPI world; collective.
+
+    `model` is the class of a network, a function that makes one, or a network, whose weights are then the first ones;
+    `dataset` a map-style dataset of (sample, label), or its class; `loss` as in loss.target. They take the place of
+    what the configuration names. Each rank keeps its own layers of the network, and only ranks that read samples use
+    the dataset.
 
     A process that no launcher started is a world of one rank. Rank 0 writes the run folder, in which the run continues
     from its newest checkpoint if there is one. A failure in a world of several ranks ends all of them with the exit
@@ -46,6 +55,7 @@ def train(spec: RunSpec) -> TrainResult:
         ConfigError: a configuration that cannot be run, or another number of ranks than partitions x replicas.
         DoesNotFitError: a rank would hold more than its device.
     """
+    spec = _with_objects(spec, model, dataset, validation_dataset, loss)
     if spec.machine.kind == "simulated":
         raise ConfigError("machine.kind", "simulated", "has no ranks to train in", "call gems.simulate")
     if spec.machine.kind == "real":
@@ -90,3 +100,26 @@ def train(spec: RunSpec) -> TrainResult:
     known = {field.name for field in fields(TrainResult)}
     values: dict[str, Any] = {key: value for key, value in read_json(found.result_json).items() if key in known}
     return TrainResult(folder=found.path, **values)
+
+
+def _with_objects(spec: RunSpec, model: Any, dataset: Any, validation_dataset: Any, loss: Any) -> RunSpec:
+    """Return the run with targets for the objects of a script."""
+    if all(value is None for value in (model, dataset, validation_dataset, loss)):
+        return spec
+    found, data = spec.model, spec.data
+    if model is not None:
+        target, kwargs, path = target_of("model", model)
+        found = replace(found, target=target, kwargs=found.kwargs | kwargs, path=path or found.path)
+    if dataset is not None:
+        target, kwargs, path = target_of("data", dataset)
+        data = replace(data, target=target, kwargs=data.kwargs | kwargs, path=path or data.path)
+    if validation_dataset is not None:
+        target, kwargs, _ = target_of("data.validation", validation_dataset)
+        data = replace(data, validation_target=target, validation_kwargs=data.validation_kwargs | kwargs)
+    spec = replace(spec, model=found, data=data)
+    if loss is not None:
+        target, kwargs, path = target_of("loss", loss)
+        spec = replace(spec, loss=replace(spec.loss, target=target, kwargs=kwargs, path=path))
+    # what was derived of the model and data before is derived again
+    cluster = replace(spec.cluster, nodes=None, ranks_per_node=None)
+    return resolve(replace(spec, cluster=cluster))
