@@ -16,7 +16,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.lookup import find_run
 from gems.utils.tables import name_values
 
-PROGRAM = "gems.engine.inference"
+PROGRAM = "gems.engine.evaluation.program"
 LAST, BEST = "last", "best"
 
 

@@ -18,10 +18,10 @@ from gems import __version__
 from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.saver import Saver
+from gems.engine.evaluation.validator import Validator
 from gems.engine.supervision.loggers import Loggers
 from gems.engine.supervision.progress import Progress
 from gems.engine.transport.mpi import Comm, library
-from gems.engine.validation import Validator
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes

@@ -21,6 +21,7 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
+from gems.engine.evaluation.validator import Validator
 from gems.engine.optimization.nonfinite import raise_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.step_loop import StepResult, measure_offset, run_steps, schedule_record, trace_attributes
@@ -30,7 +31,6 @@ from gems.engine.supervision.monitor import Monitor
 from gems.engine.supervision.stop_request import StopListener
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.polling import WaitState
-from gems.engine.validation import Validator
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path

@@ -11,8 +11,8 @@ import pytest
 
 from gems.config.resolve import resolve
 from gems.config.schema import TrainConfig
+from gems.engine.evaluation.validator import Best, Validator
 from gems.engine.transport.mpi import Comm, world
-from gems.engine.validation import Best, Validator
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.trace import TracePart, part_path
