@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.schedule": ("ortools",),
     "gems.trace": ("h5py", "numpy"),
     "gems.config": ("hydra", "omegaconf", "yaml"),
-    "gems.data": ("numpy", "PIL", "skimage"),
+    "gems.data": ("h5py", "numpy", "PIL", "skimage", "torch"),
     "gems.models": ("numpy", "torch"),
     "gems.autograd": ("torch",),
     "gems.profile": ("h5py", "numpy", "torch"),
@@ -84,7 +84,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "mpi4py.MPI": ("gems.engine.transport.mpi",),
     "torch": (
         "gems.engine", "gems.autograd", "gems.profile.profilers", "gems.models.blocks", "gems.models.build",
-        "gems.models.imported",
+        "gems.models.imported", "gems.data.inspection",
     ),
     "submitit": ("jobs.slurm",),
     "matplotlib": ("analysis.plots",),

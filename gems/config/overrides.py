@@ -32,8 +32,10 @@ IN_CONF = "(in conf/)"
 FILE, PACKAGE = "file://", "pkg://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
-FREE = re.compile(r"(cluster\.(environment|sbatch)|\w+\.(\w+_)?kwargs)\.")  # mappings whose keys are the user's own
-KWARGS = re.compile(r"\w+\.(\w+_)?kwargs[.=]")
+FREE = re.compile(
+    r"(cluster\.(environment|sbatch)|\w+\.(\w+_)?kwargs|data\.class_map)\."
+)  # mappings whose keys are the user's own
+KWARGS = re.compile(r"(\w+\.(\w+_)?kwargs|data\.class_map)[.=]")
 _log = logging.getLogger(__name__)
 
 

@@ -20,6 +20,8 @@ from gems.config.recipe import OptimizerConfig as OptimizerConfig
 from gems.config.registries import METHODS, POLICIES
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
+LAYOUTS = ("auto", "chw", "hwc")
+NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
 RECOMPUTES = ("stage", "segment", "selective")
 RECLAIMS = ("first", "size")
 OBJECTIVES = ("auto", "peak_bytes", "time")
@@ -97,7 +99,10 @@ class DataConfig:
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
     channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)
-    num_classes: int = number(2, "classes of the labels, or different tokens", min=2, max=MAX_COUNT)
+    num_classes: int = number(
+        2, "classes of the labels, values of a label of several (multi_label, regression), or different tokens", min=1,
+        max=MAX_COUNT,
+    )  # fmt: skip
     ignore_label: int | None = number(None, "value of a mask whose pixels count for nothing, as negative ones do")
     length: int = number(64, "tokens of a sequence", min=1, max=MAX_SIDE)
     path: str | None = text(None, "folder or file of the samples, or folder that holds the package of data.target")
@@ -108,6 +113,28 @@ class DataConfig:
     split_path: str | None = text(
         None, "file that says which samples are for validation: CSV (index,split) or JSON (lists train, validation)"
     )
+    labels_path: str | None = text(
+        None, "CSV file (file,label, and split if wanted) in place of a folder for each class"
+    )
+    class_map: dict[str, int] = number({}, "number of each class by its name, or by its value in a mask")
+    image_column: str = text("file", "column of a table that names the image files")
+    label_columns: list[str] = text([], "columns of a table that hold the labels")
+    image_key: str = text("images", "HDF5 dataset of the images, first axis samples; {split} stands for the split")
+    label_key: str = text("labels", "HDF5 dataset of the labels or masks; {split} stands for the split")
+    layout: str = choice("auto", LAYOUTS, "axes of an HDF5 image; auto: by its attribute layout or its shape")
+    bits: int | None = number(None, "bits of a value of the files; null: 8, and wider ones are refused", min=1, max=16)
+    page: int | None = number(None, "page of the files that is read; null: the only one", max=MAX_COUNT)
+    normalization: str = choice(
+        "fixed", NORMALIZATIONS, "mean and deviation of image files: 0.5 and 64/255 of the range, ImageNet's, those of "
+        "the training split, or none (values from 0 to 1)",
+    )  # fmt: skip
+    mean: list[float] | None = number(None, "mean of each channel as a share of the range, over data.normalization")
+    std: list[float] | None = number(None, "deviation of each channel as a share of the range", above=0)
+    transform: str | None = text(
+        None, "random transform of training images in place of flips, as torchvision.transforms.v2.Class, "
+        "albumentations.Class or a function of your own",
+    )  # fmt: skip
+    transform_kwargs: dict[str, Any] = text({}, "keyword arguments of data.transform")
     field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)

@@ -112,9 +112,21 @@ def labels_per_step(spec: RunSpec) -> int:
 
 def _check_keys(data: DataConfig) -> None:
     check_fields(data, "data.")
-    task_of(data)
+    if task_of(data) in ("classification", "segmentation") and data.num_classes < 2:
+        raise ConfigError("data.num_classes", data.num_classes, "must be 2 or more for classes")
     keys = ("kwargs", "validation_target", "validation_kwargs")
     for key, value in ((key, getattr(data, key)) for key in keys):
         if value and data.target is None:
             advice = "name it: data.target=package.module.Class"
             raise ConfigError(f"data.{key}", value, "is for a dataset of your own", advice)
+    if not find_source(data).reads_images:
+        for key in keys_of_images(data):
+            advice = f"data={data.name} normalises and augments by itself; leave it out"
+            raise ConfigError(f"data.{key}", getattr(data, key), "is for data of image files", advice)
+
+
+def keys_of_images(data: DataConfig) -> list[str]:
+    """Return the keys for images of files that are not at their defaults."""
+    usual = DataConfig()
+    keys = ("normalization", "mean", "std", "transform", "transform_kwargs", "bits", "page")
+    return [key for key in keys if getattr(data, key) != getattr(usual, key)]

@@ -72,7 +72,11 @@ class Dataset(ABC):
         as the image of the same `draw`); or float32 values of shape (num_classes,), for several labels and regression.
         """
         self._check(split, index)
-        return self._label(split, index)
+        found = self._label(split, index)
+        if split != "train" or not self.augment or np.ndim(found) != 2:
+            return found
+        mask: Any = np.asarray(found)[np.newaxis]
+        return cast(Label, np.ascontiguousarray(turned(mask, generator(self.seed, "augment", index, draw))[0]))
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return a sample and its label, which come from one reading where both are in one place."""
@@ -113,8 +117,11 @@ class Dataset(ABC):
 
         The largest share of them is the accuracy of always guessing one class.
         """
-        labels = np.array([self._label(split, index) for index in range(self.num_images(split))], dtype=np.int64)
-        return tuple(np.bincount(labels.ravel(), minlength=self.num_classes).tolist())
+        counts = np.zeros(self.num_classes, dtype=np.int64)
+        for index in range(self.num_images(split)):
+            labels = np.asarray(self._label(split, index), dtype=np.int64).ravel()
+            counts += np.bincount(labels[labels != NO_LABEL], minlength=self.num_classes)
+        return tuple(counts.tolist())
 
     @abstractmethod
     def _pixels(self, split: Split, index: int) -> Image | Tokens:
@@ -139,7 +146,8 @@ class Source:
     `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a function. `check` raises
     ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
     it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
-    labels of the first of its `tasks`, unless data.task says another.
+    labels of the first of its `tasks`, unless data.task says another. If it `reads_images`, these are of files, and
+    normalised and transformed as `data` says.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -148,6 +156,7 @@ class Source:
     kind: str = IMAGES
     tasks: tuple[str, ...] = ("classification",)
     counts_itself: bool = False
+    reads_images: bool = False
 
 
 DATASETS: Registry[Source] = registries.DATASETS

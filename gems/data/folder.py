@@ -1,72 +1,54 @@
-"""A directory of images by class."""
+"""A directory of images by class, or with a table of their classes."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Dataset, Image, Source, Split, generator
+from gems.data.dataset import DATASETS, Source, Split, generator
+from gems.data.images import MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.splits import num_held_out
+from gems.data.table import Rows, class_numbers, read_rows, split_rows
 from gems.errors import ConfigError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
-
-_MAX_THREADS = 8
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_MIDDLE = 127.5
-_SPREAD = 64.0
 _LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/*, or PATH/CLASS/*"
 
 Files = list[tuple[Path, int]]
 
 
-class FolderDataset(Dataset):
+class FolderDataset(ImageDataset):
     """Images of PATH/train/CLASS/* and PATH/validation/CLASS/*, or of PATH/CLASS/* split by the seed.
 
-    Without a split each class gives the share data.validation_samples / (data.train_samples +
-    data.validation_samples) of its images to validation; all images are used, whatever those two counts are.
-    Classes are numbered by sorted name. An image is scaled to cover height x width and its middle kept; bytes
-    map to (byte - 127.5) / 64.
+    A class has all files below its folder. Without a split each class gives the share data.validation_samples /
+    (data.train_samples + data.validation_samples) of its images to validation; all images are used, whatever those two
+    counts are. Classes are numbered by sorted name, or by data.class_map. With data.labels_path the files and their
+    classes are those of a table.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         check(data)
         self._files = _split(data, seed)
-        shape = (data.channels, data.height_px, data.width_px)
-        counts = (len(self._files["train"]), len(self._files["validation"]))
-        super().__init__(shape, data.num_classes, *counts, seed, data.augment)
-        for split, count in zip(("train", "validation"), counts, strict=True):
-            if not count:
-                raise ConfigError("data.path", data.path, f"no image is left for {split}", "add images")
-        paths = [path for files in self._files.values() for path, _ in files]
-        # every file is read through once, several at a time
-        with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            for path, problem in zip(paths, pool.map(_problem, paths), strict=True):
-                if problem:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise ConfigError(
-                        "data.path", path, f"not a readable image: {problem}", "repair or remove the file"
-                    )
+        super().__init__(data, len(self._files["train"]), len(self._files["validation"]), seed)
 
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
         return self._files[split][index][0]
 
-    def _pixels(self, split: Split, index: int) -> Image:
-        from PIL import ImageOps
-        from PIL.Image import Resampling
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the file of an image, as text."""
+        return str(self.path(split, index))
 
-        channels, height, width = self.shape
-        with _open(self.path(split, index)) as picture:
-            upright = _as_mode(ImageOps.exif_transpose(picture), _MODES[channels])
-            tile = ImageOps.fit(upright, (width, height), Resampling.BILINEAR)
-        pixels = np.asarray(tile, dtype=np.float32).reshape(height, width, channels)
-        return ((pixels - np.float32(_MIDDLE)) / np.float32(_SPREAD)).transpose(2, 0, 1)
+    def files(self) -> list[Path]:
+        """Return all files that the dataset reads."""
+        return [path for files in self._files.values() for path, _ in files]
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        return read_image(self.path(split, index), self.config)
+
+    def identity(self, split: Split) -> str:
+        """Return names, sizes and times of a split's files."""
+        return stamps([path for path, _ in self._files[split]])
 
     def _label(self, split: Split, index: int) -> int:
         return self._files[split][index][1]
@@ -74,9 +56,13 @@ class FolderDataset(Dataset):
 
 def check(data: DataConfig) -> None:
     """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
-    if data.channels not in _MODES:
+    if data.channels not in MODES:
         raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
+    check_images(data)
     root = _root(data)
+    if data.labels_path is not None:
+        _classes_of(data, [row["label"] for row in _rows(data)])
+        return
     if _has_split(root):
         names = _class_names(root / "train")
         strays = set(_class_names(root / "validation")) - set(names)
@@ -84,10 +70,17 @@ def check(data: DataConfig) -> None:
             raise ConfigError("data.path", data.path, f"train/ lacks classes of validation/: {_listed(strays)}")
     else:
         names = _class_names(root)
-    if len(names) != data.num_classes:
-        found = f"the folder has {len(names)} classes ({_listed(names)})" if names else "the folder has no classes"
-        advice = f"set data.num_classes={len(names)}" if len(names) > 1 else f"lay files out as {_LAYOUTS}"
-        raise ConfigError("data.num_classes", data.num_classes, found, advice)
+    _classes_of(data, names)
+
+
+def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
+    """Return the number of each class, as many as data.num_classes."""
+    if data.labels_path is not None:
+        return class_numbers(data, names, "the table", is_table=True)
+    if not names:
+        advice = f"lay files out as {_LAYOUTS}"
+        raise ConfigError("data.num_classes", data.num_classes, "the folder has no classes", advice)
+    return class_numbers(data, names, "the folder", is_table=False)
 
 
 def _root(data: DataConfig) -> Path:
@@ -97,6 +90,10 @@ def _root(data: DataConfig) -> Path:
     if not root.is_dir():
         raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
     return root
+
+
+def _rows(data: DataConfig) -> Rows:
+    return read_rows("data.labels_path", str(data.labels_path), [data.image_column, "label"])
 
 
 def _has_split(root: Path) -> bool:
@@ -109,18 +106,25 @@ def _has_split(root: Path) -> bool:
 def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     root = _root(data)
     files: dict[Split, Files] = {"train": [], "validation": []}
-    if _has_split(root):
-        names = _class_names(root / "train")
-        for split, found in files.items():
-            found += [(path, label) for label, name in enumerate(names) for path in _files_of(root / split / name)]
+    if data.labels_path is not None:
+        rows = _rows(data)
+        numbers = _classes_of(data, [row["label"] for row in rows])
+        for split, chosen in split_rows(data, "data.labels_path", rows, [row["label"] for row in rows], seed).items():
+            files[split] += [(root / row[data.image_column], numbers[row["label"]]) for row in chosen]
         return files
-    share = data.validation_samples / (data.train_samples + data.validation_samples)
-    for label, name in enumerate(_class_names(root)):
+    is_split = _has_split(root)
+    names = _class_names(root / "train" if is_split else root)
+    numbers = _classes_of(data, names)
+    if is_split:
+        for split, found in files.items():
+            found += [(path, numbers[name]) for name in names for path in _files_of(root / split / name)]
+        return files
+    for order, name in enumerate(names):
         paths = _files_of(root / name)
-        num_validation = min(max(round(share * len(paths)), 1), len(paths) - 1) if len(paths) > 1 and share else 0
-        held_out = set(generator(seed, "split", label).permutation(len(paths))[:num_validation].tolist())
+        num_validation = num_held_out(data, len(paths))
+        held_out = set(generator(seed, "split", order).permutation(len(paths))[:num_validation].tolist())
         for number, path in enumerate(paths):
-            files["validation" if number in held_out else "train"].append((path, label))
+            files["validation" if number in held_out else "train"].append((path, numbers[name]))
     return files
 
 
@@ -129,42 +133,11 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """Return all files below a folder, except hidden ones."""
     if not folder.is_dir():
         return []
-    return sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
-
-
-def _problem(path: Path) -> str:
-    """Report what is wrong with an image file, in one line, or nothing when it is sound."""
-    try:
-        with _open(path) as picture:
-            if picture.mode in ("I", "F"):
-                return f"its mode {picture.mode} has no known range; use 8 or 16 bits a channel"
-            if picture.format == "PNG":
-                picture.verify()
-            else:
-                # Other formats carry no checksums, so Pillow's verify() would pass a truncated file.
-                picture.draft("L", (1, 1))
-                picture.load()
-    except Exception as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    return ""
-
-
-def _open(path: Path) -> Picture:
-    import PIL.Image
-
-    # Pillow guards web services against huge uploads; here huge images are the point, and the user's own.
-    PIL.Image.MAX_IMAGE_PIXELS = None
-    return PIL.Image.open(path)
-
-
-def _as_mode(picture: Picture, mode: str) -> Picture:
-    from PIL.Image import fromarray
-
-    if picture.mode.startswith("I;16"):
-        picture = fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    return picture if picture.mode == mode else picture.convert(mode)
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _listed(names: list[str] | set[str]) -> str:
@@ -172,4 +145,4 @@ def _listed(names: list[str] | set[str]) -> str:
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
-DATASETS.register("folder", Source(FolderDataset, check, counts_itself=True))
+DATASETS.register("folder", Source(FolderDataset, check, counts_itself=True, reads_images=True))

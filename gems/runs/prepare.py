@@ -11,6 +11,7 @@ import yaml
 
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
+from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
@@ -26,8 +27,8 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
     attempts/<number>/, so nothing recorded is lost.
 
     Raises:
-        ConfigError: no permission, another configuration in the folder, a run that is still going on there, or a
-            schedule that cannot be made or does not suit the model.
+        ConfigError: no permission, another configuration in the folder, a run that is still going on there, a
+            schedule that cannot be made or does not suit the model, or data that cannot be read.
     """
     folder = RunFolder.of(spec)
     for older in older_folders(spec) if not folder.path.exists() else ():
@@ -37,6 +38,8 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
             file=sys.stderr,
         )
     made = plan or plan_run(spec)
+    if spec.machine.kind == "real":
+        inspect_data(spec.data, spec.seed)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():

@@ -11,6 +11,7 @@ from PIL import Image
 from gems.config.schema import DataConfig
 from gems.data import Split, check_data, open_dataset
 from gems.data.folder import FolderDataset
+from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 
 COLOURS = {"alpha": (250, 10, 10), "beta": (10, 10, 250)}
@@ -35,6 +36,7 @@ def folder_data(root: Path, **changes: object) -> DataConfig:
 
 
 def opened(root: Path, seed: int = 0, **changes: object) -> FolderDataset:
+    inspect_data(folder_data(root, **changes), seed)
     dataset = open_dataset(folder_data(root, **changes), seed)
     assert isinstance(dataset, FolderDataset)
     return dataset
@@ -42,7 +44,7 @@ def opened(root: Path, seed: int = 0, **changes: object) -> FolderDataset:
 
 def refused(root: Path, **changes: object) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        open_dataset(folder_data(root, **changes), 0)
+        inspect_data(folder_data(root, **changes), 0)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -90,28 +92,24 @@ def test_the_share_of_validation_follows_the_two_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
-@pytest.mark.parametrize("stored", ["L", "RGB", "RGBA", "P", "1", "I;16"])
+@pytest.mark.parametrize("stored", ["L", "RGB", "RGBA", "P", "1"])
 def test_any_stored_mode_gives_the_configured_channels(tmp_path: Path, channels: int, mode: str, stored: str) -> None:
     fill(tmp_path)
     noise_file(tmp_path / "alpha" / "0.png")
     with Image.open(tmp_path / "alpha" / "0.png") as picture:
-        if stored == "I;16":
-            picture = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
-        else:
-            picture = picture.convert(stored)
+        picture = picture.convert(stored)
     picture.save(tmp_path / "alpha" / "0.png")
+    if (channels, stored) == (1, "P"):  # grey of a palette may be meant, or its indices
+        assert refused(tmp_path, channels=channels).key == "data.channels"
+        return
     dataset = opened(tmp_path, channels=channels, height_px=64, width_px=64, augment=False)
     splits: tuple[Split, Split] = ("train", "validation")
     places = [(split, index) for split in splits for index in range(dataset.num_images(split))]
     (place,) = [place for place in places if dataset.path(*place) == tmp_path / "alpha" / "0.png"]
     image = dataset.image(*place)
     assert image.shape == (channels, 64, 64)
-    if stored == "I;16":
-        expected = np.asarray(picture).astype(np.float32) // 256
-        assert np.allclose(image[0], (expected - 127.5) / 64)
-    else:
-        expected = np.asarray(picture.convert(mode), dtype=np.float32).reshape(64, 64, channels)
-        assert np.allclose(image, ((expected - 127.5) / 64).transpose(2, 0, 1))
+    expected = np.asarray(picture.convert(mode), dtype=np.float32).reshape(64, 64, channels)
+    assert np.allclose(image, ((expected - 127.5) / 64).transpose(2, 0, 1))
 
 
 def test_an_image_is_scaled_to_cover_and_its_middle_kept(tmp_path: Path) -> None:
@@ -171,7 +169,7 @@ def test_a_split_without_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "bmp"])
 @pytest.mark.parametrize("fault", ["truncated", "empty", "text"])
-def test_a_bad_file_is_named_when_the_folder_is_opened(tmp_path: Path, suffix: str, fault: str) -> None:
+def test_a_bad_file_is_named_when_the_folder_is_inspected(tmp_path: Path, suffix: str, fault: str) -> None:
     fill(tmp_path, suffix=suffix)
     opened(tmp_path)
     bad = noise_file(tmp_path / "beta" / f"3.{suffix}")
@@ -213,3 +211,62 @@ def test_an_image_beyond_pillows_limit_is_welcome(tmp_path: Path, monkeypatch: p
 
 def test_other_channels_are_refused(tmp_path: Path) -> None:
     assert refused(fill(tmp_path), channels=2).key == "data.channels"
+
+
+def test_a_class_has_the_files_of_folders_in_its_folder(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    paint(tmp_path / "alpha" / "patient7" / "slide2" / "9.png", COLOURS["alpha"])
+    paint(tmp_path / "alpha" / ".thumbnails" / "9.png", COLOURS["alpha"])
+    dataset = opened(tmp_path)
+    assert np.add(dataset.class_counts("train"), dataset.class_counts("validation")).tolist() == [3, 2]
+
+
+def test_names_may_share_a_number(tmp_path: Path) -> None:
+    fill(tmp_path, 4)
+    for number in range(4):
+        paint(tmp_path / "gamma" / f"{number}.png", COLOURS["beta"])
+    dataset = opened(tmp_path, class_map={"alpha": 1, "beta": 0, "gamma": 0})
+    assert dataset.class_counts("validation") == (2, 1)
+    assert "lacks the class gamma" in str(refused(tmp_path, class_map={"alpha": 1, "beta": 0}))
+    assert "data.num_classes is 2" in str(refused(tmp_path, class_map={"alpha": 1, "beta": 0, "gamma": 2}))
+
+
+class TestATableOfClasses:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        for number in range(6):
+            paint(tmp_path / "all" / f"{number}.png", COLOURS["alpha" if number % 2 else "beta"])
+        return tmp_path / "all"
+
+    def table(self, files: Path, text: str) -> Path:
+        path = files.parent / "labels.csv"
+        path.write_text(text)
+        return path
+
+    def test_with_a_split(self, files: Path) -> None:
+        rows = "".join(f"{n}.png, {'tumour' if n % 2 else 'benign'}, {'train' if n < 4 else 'val'}\n" for n in range(6))
+        path = self.table(files, "file, label, split\n" + rows)
+        dataset = opened(files, labels_path=str(path))
+        assert [dataset.path("train", index).name for index in range(4)] == [f"{number}.png" for number in range(4)]
+        assert [dataset.label("train", index) for index in range(4)] == [0, 1, 0, 1]
+        assert dataset.num_validation == 2
+
+    def test_numbers_stand_for_themselves(self, files: Path) -> None:
+        path = self.table(files, "file,label\n" + "".join(f"{n}.png,{n % 2}\n" for n in range(6)))
+        dataset = opened(files, labels_path=str(path), num_classes=3)
+        found = np.add(dataset.class_counts("train"), dataset.class_counts("validation"))
+        assert found.tolist() == [3, 3, 0]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("file,label\n0.png,a\n1.png,b\n2.png,c\n", "the table has 3 classes (a, b, c)"),
+            ("file,class\n0.png,a\n", "has no column label"),
+            ("file,label,split\n0.png,a,train\n1.png,b,dev\n", "line 3 names a split 'dev'"),
+            ("file,label\n0.png\n", "line 2 has too few cells"),
+            ("file,label\n", "has no rows"),
+            ("file,label\n0.png,a\n1.png,a\n2.png,b\n7.png,b\n", "7.png"),
+        ],
+    )
+    def test_that_is_refused(self, files: Path, text: str, words: str) -> None:
+        assert words in str(refused(files, labels_path=str(self.table(files, text))))

@@ -25,6 +25,7 @@ from gems.utils.atomic_io import read_json, write_json
 ROOT = Path(__file__).resolve().parents[2]
 # Keys that change no result of a run.
 ASIDE = (
+    "data.num_workers",
     "runs_dir", "cache_dir", "parallel.gpus", "train.checkpoint_steps", "train.checkpoint_s", "train.keep_checkpoints",
     "train.loggers",
     "plugins_dir", "train.log_level", "cluster.hosts", "cluster.limits", "cluster.charge_per", "cluster.charge_rate",

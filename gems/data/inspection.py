@@ -1,0 +1,110 @@
+"""What is checked of the data before a run is queued, once: the first images of each class, every file, every label.
+
+The user's code is run in a child process where torch is not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from gems.config.schema import DataConfig
+from gems.data import find_source, open_dataset, task_of
+from gems.data.dataset import Dataset, Split
+from gems.data.images import ImageDataset, opened, ordered, stamps, threads
+from gems.errors import ConfigError
+from gems.utils.cache import keep_cached, read_cached
+from gems.utils.targets import answer, ask_child, target_error
+
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+def inspect_data(data: DataConfig, seed: int) -> None:
+    """Check what a run will read, and compute what all its ranks need of it.
+
+    Files that were read once are not read again until one of them changes.
+
+    Raises:
+        ConfigError: a file that cannot be read or would be misread, a label out of range, a split that is empty.
+    """
+    if data.target is not None:
+        find_source(data).check(data)
+        return
+    if not find_source(data).counts_itself:  # samples from nothing
+        return
+    if data.transform is None or "torch" in sys.modules:
+        _inspect(data, seed)
+        return
+    ask_child("data.transform", data.transform, __name__, json.dumps(asdict(data)), str(seed))
+
+
+def _inspect(data: DataConfig, seed: int) -> None:
+    dataset = open_dataset(data, seed)
+    if isinstance(dataset, ImageDataset):
+        dataset.prepare()
+    files: list[Path] = dataset.files() if hasattr(dataset, "files") else []
+    key = repr((asdict(data), seed, _stamps(files)))
+    if files and read_cached(None, "inspection", key) is not None:
+        return
+    for split in SPLITS:
+        for index in _first_of_each_class(dataset, split, task_of(data)):
+            image, _ = dataset.sample(split, index)
+            if image.shape != dataset.shape:
+                text = f"{dataset.name_of(split, index)} has shape {image.shape}, and the keys say {dataset.shape}"
+                raise ConfigError("data.height_px", data.height_px, text, "set data.channels, height_px and width_px")
+    with threads() as pool:
+        for _ in ordered(pool, lambda index: _read_through(files[index], data), len(files)):
+            pass
+    if files:
+        keep_cached(None, "inspection", key, {"num_files": len(files)})
+
+
+def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]:
+    """Return the first sample of each class, having looked at every label; of masks and values the first sample."""
+    if task == "segmentation":
+        return [0]
+    first: dict[int, int] = {}
+    for index in range(dataset.num_images(split)):
+        label = dataset.label(split, index)
+        first.setdefault(label if isinstance(label, int) else 0, index)
+    return sorted(first.values())
+
+
+def _read_through(path: Path, data: DataConfig) -> None:
+    """Read a whole file; raises ConfigError if it cannot be read, or would be misread."""
+    with opened(path, data) as picture:
+        is_png = picture.format == "PNG" and data.page is None
+        if not is_png:
+            # Other formats carry no checksums, so Pillow's verify() would pass a truncated file.
+            picture.draft("L", (1, 1))
+            picture.load()
+    if is_png:
+        with opened(path, data, verify=True):
+            pass
+
+
+def _stamps(files: list[Path]) -> str:
+    try:
+        return stamps(files)
+    except OSError as error:
+        raise ConfigError("data.path", error.filename, f"cannot be read ({error.strerror})") from error
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print what a process without torch asks about data with a transform."""
+    import torch  # which transforms take
+
+    data = DataConfig(**json.loads(argv[0]))
+
+    def inspect() -> dict[str, str]:
+        _inspect(data, int(argv[1]))
+        return {"torch": torch.__version__}
+
+    answer(inspect, lambda error: target_error("data.transform", str(data.transform), "cannot be applied", error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Images and masks of their pixels' classes, in two folders with equal names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gems.config.schema import DataConfig
+from gems.data.dataset import DATASETS, Label, Source, Split, as_label
+from gems.data.images import MODES, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
+from gems.data.splits import split_indices
+from gems.errors import ConfigError
+
+_LAYOUTS = "PATH/images/* and PATH/masks/*, or both in PATH/train and PATH/validation"
+
+Pair = tuple[Path, Path]
+
+
+class MaskDataset(ImageDataset):
+    """Images of PATH/images and the masks of PATH/masks with the same stems; both in train/ and validation/ if split.
+
+    A mask holds the number of each pixel's class, or a value that data.class_map maps to it. Pixels of the value
+    data.ignore_label count for nothing.
+    """
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        check(data)
+        self._pairs = _split(data, seed)
+        super().__init__(data, len(self._pairs["train"]), len(self._pairs["validation"]), seed)
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the file of an image, as text."""
+        return str(self._pairs[split][index][0])
+
+    def files(self) -> list[Path]:
+        """Return all image files that the dataset reads."""
+        return [image for pairs in self._pairs.values() for image, _ in pairs]
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        return read_image(self._pairs[split][index][0], self.config)
+
+    def identity(self, split: Split) -> str:
+        """Return names, sizes and times of a split's images."""
+        return stamps([image for image, _ in self._pairs[split]])
+
+    def _label(self, split: Split, index: int) -> Label:
+        path = self._pairs[split][index][1]
+        mask = mapped(read_mask(path, self.config), self.config.class_map)
+        return as_label(mask, self.config, "segmentation", str(path))
+
+
+def check(data: DataConfig) -> None:
+    """Raise ConfigError for folders that are missing, or images without a mask; opens no image."""
+    if data.channels not in MODES:
+        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
+    check_images(data)
+    wrong = [value for value in data.class_map if not value.isdecimal()]
+    if wrong:
+        raise ConfigError("data.class_map", data.class_map, f"names {wrong[0]}", "a mask holds numbers, as in {255:1}")
+    if data.path is None or not Path(data.path).expanduser().is_dir():
+        raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
+    for folder in _folders(data):
+        _pairs_of(folder, data)
+
+
+def _folders(data: DataConfig) -> list[Path]:
+    """Return the folders of train and validation, or the only one."""
+    root = Path(str(data.path)).expanduser()
+    split = [root / name for name in ("train", "validation") if (root / name / "images").is_dir()]
+    if len(split) == 1:
+        text = f"has {split[0].name}/images but not the other split"
+        raise ConfigError("data.path", data.path, text, f"lay it out as {_LAYOUTS}")
+    return split or [root]
+
+
+def _split(data: DataConfig, seed: int) -> dict[Split, list[Pair]]:
+    found = [_pairs_of(folder, data) for folder in _folders(data)]
+    if len(found) == 2:
+        return {"train": found[0], "validation": found[1]}
+    return {split: [found[0][index] for index in indices]
+            for split, indices in split_indices(data, len(found[0]), seed).items()}  # fmt: skip
+
+
+def _pairs_of(folder: Path, data: DataConfig) -> list[Pair]:
+    """Return each image of a folder with its mask."""
+    images, masks = (_by_stem(folder / name, data) for name in ("images", "masks"))
+    for here, other, name in ((images, masks, "mask"), (masks, images, "image")):
+        lonely = sorted(set(here) - set(other))
+        if lonely:
+            raise ConfigError("data.path", data.path, f"{here[lonely[0]]} has no {name} of the same name")
+    return [(images[stem], masks[stem]) for stem in sorted(images)]
+
+
+def _by_stem(folder: Path, data: DataConfig) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise ConfigError("data.path", data.path, f"has no folder {folder}", f"lay it out as {_LAYOUTS}")
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
+
+
+DATASETS.register("masks", Source(MaskDataset, check, tasks=("segmentation",), counts_itself=True, reads_images=True))

@@ -1,0 +1,182 @@
+"""A table (CSV) of image files and their labels: a class, several 0/1 columns, or values."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from gems.config.schema import DataConfig
+from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
+from gems.data.images import MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.splits import NAMES, num_held_out
+from gems.errors import ConfigError, one_of
+
+Row = dict[str, str]
+Rows = list[Row]
+TASKS = ("classification", "multi_label", "regression")
+
+
+class TableDataset(ImageDataset):
+    """Images that a CSV file names, relative to its folder, with the labels of data.label_columns.
+
+    A column `split` divides them (train, validation; test is left out), or else the seed does.
+    """
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        rows = _checked_rows(data)
+        self._task = data.task or TASKS[0]
+        kinds = [row[data.label_columns[0]] if self._task == TASKS[0] else "" for row in rows]
+        self._numbers = class_numbers(data, kinds, "the table", is_table=True) if self._task == TASKS[0] else {}
+        self._rows = split_rows(data, "data.path", rows, kinds, seed)
+        self._folder = Path(str(data.path)).expanduser().parent
+        super().__init__(data, len(self._rows["train"]), len(self._rows["validation"]), seed)
+
+    def path(self, split: Split, index: int) -> Path:
+        """Return the file of an image."""
+        return self._folder / self._rows[split][index][self.config.image_column]
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the file of an image, as text."""
+        return str(self.path(split, index))
+
+    def files(self) -> list[Path]:
+        """Return all files that the dataset reads."""
+        return [self.path(split, index) for split, rows in self._rows.items() for index in range(len(rows))]
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        return read_image(self.path(split, index), self.config)
+
+    def identity(self, split: Split) -> str:
+        """Return names, sizes and times of a split's files."""
+        return stamps([self.path(split, index) for index in range(self.num_images(split))])
+
+    def _label(self, split: Split, index: int) -> Label:
+        cells = [self._rows[split][index][column] for column in self.config.label_columns]
+        if self._task == TASKS[0]:
+            return self._numbers[cells[0]]
+        return as_label(np.array([float(cell) for cell in cells]), self.config, self._task, self.name_of(split, index))
+
+
+def check(data: DataConfig) -> None:
+    """Raise ConfigError for columns or labels that are not as `data` says; opens no image."""
+    _checked_rows(data)
+
+
+def _checked_rows(data: DataConfig) -> Rows:
+    if data.channels not in MODES:
+        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
+    check_images(data)
+    columns, task = data.label_columns, data.task or TASKS[0]
+    if not columns:
+        raise ConfigError("data.label_columns", columns, "must name the columns of the labels", "as in [grade]")
+    if data.path is None:
+        raise ConfigError("data.path", None, "data=table needs a CSV file", "its rows name image files and labels")
+    rows = read_rows("data.path", data.path, [data.image_column, *columns])
+    if task == TASKS[0]:
+        if len(columns) != 1:
+            raise ConfigError(
+                "data.label_columns", columns, "is one column for classes", "set data.task=multi_label or regression"
+            )
+        class_numbers(data, [row[columns[0]] for row in rows], f"column {columns[0]}", is_table=True)
+        return rows
+    if len(columns) != data.num_classes:
+        text = f"must be {len(columns)}, the columns of data.label_columns"
+        raise ConfigError("data.num_classes", data.num_classes, text, f"set data.num_classes={len(columns)}")
+    for line, row in enumerate(rows, start=2):
+        for column in columns:
+            try:
+                float(row[column])
+            except ValueError:
+                text = f"line {line} has {row[column]!r} in column {column}"
+                raise ConfigError("data.path", data.path, text, "must be a number") from None
+    return rows
+
+
+def read_rows(key: str, path: str, columns: list[str]) -> Rows:
+    """Return the rows of a CSV file by column, without spaces around the cells.
+
+    Raises:
+        ConfigError: it cannot be read, or lacks a column, a cell or any row.
+    """
+    try:
+        with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            names = list(reader.fieldnames or ())
+            rows = list(reader)
+    except OSError as error:
+        raise ConfigError(key, path, f"cannot be read ({error.strerror})", "give a CSV file") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(key, path, f"is no CSV file ({error})") from error
+    for column in columns:
+        if column not in names:
+            raise ConfigError(key, path, f"has no column {column}", f"its columns: {one_of(names)}" if names else "")
+    for line, row in enumerate(rows, start=2):
+        if any(row[column] is None for column in columns):
+            raise ConfigError(key, path, f"line {line} has too few cells")
+    if not rows:
+        raise ConfigError(key, path, "has no rows")
+    return [{name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)} for row in rows]
+
+
+def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool) -> dict[str, int]:
+    """Return the number of each class: by data.class_map, or its rank among the sorted names.
+
+    Names in a table that are all numbers of classes stand for themselves.
+
+    Raises:
+        ConfigError: another number of classes than data.num_classes, or a data.class_map that lacks one of them.
+    """
+    found = sorted(set(names))
+    if data.class_map:
+        missing = [name for name in found if name not in data.class_map]
+        if missing:
+            raise ConfigError("data.class_map", data.class_map, f"lacks the class {missing[0]}", "name every class")
+        wrong = [number for number in data.class_map.values() if number >= data.num_classes]
+        if wrong:
+            text = f"numbers a class {wrong[0]}"
+            raise ConfigError("data.class_map", data.class_map, text, f"data.num_classes is {data.num_classes}")
+        return {name: data.class_map[name] for name in found}
+    if is_table and all(name.isdecimal() and int(name) < data.num_classes for name in found):
+        return {name: int(name) for name in found}
+    if len(found) != data.num_classes:
+        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        text = f"{where} has {len(found)} classes ({shown})" if found else f"{where} has no classes"
+        advice = f"set data.num_classes={len(found)}" if len(found) > 1 else "add one, or choose another data.path"
+        raise ConfigError("data.num_classes", data.num_classes, text, advice)
+    return {name: number for number, name in enumerate(found)}
+
+
+def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: int) -> dict[Split, Rows]:
+    """Return the rows of each split: by their column `split`, or of each kind the share of validation by the seed.
+
+    Raises:
+        ConfigError: the column holds another word.
+    """
+    found: dict[Split, Rows] = {"train": [], "validation": []}
+    if "split" in rows[0]:
+        for line, row in enumerate(rows, start=2):
+            if row["split"] not in NAMES:
+                text = f"line {line} names a split {row['split']!r}"
+                raise ConfigError(key, data.labels_path or data.path, text, f"use {', '.join(NAMES)}")
+            split = NAMES[row["split"]]
+            if split is not None:
+                found[split].append(row)
+        return found
+    by_kind = defaultdict(list)
+    for row, kind in zip(rows, kinds, strict=True):
+        by_kind[kind].append(row)
+    for order, kind in enumerate(sorted(by_kind)):
+        group = by_kind[kind]
+        held_out = set(
+            generator(seed, "split", order).permutation(len(group))[: num_held_out(data, len(group))].tolist()
+        )
+        for number, row in enumerate(group):
+            found["validation" if number in held_out else "train"].append(row)
+    return found
+
+
+DATASETS.register("table", Source(TableDataset, check, tasks=TASKS, counts_itself=True, reads_images=True))
