@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gems.config.fields import check_fields
-from gems.config.resolve import global_batch
-from gems.config.schema import DataConfig, RunSpec
+from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
 from gems.data.target import SOURCE as TARGET
 from gems.data.target import resolve_target
@@ -24,8 +23,6 @@ __all__ = [
     "dataset",
     "find_source",
     "kind_of",
-    "labels_per_sample",
-    "labels_per_step",
     "open_dataset",
     "resolve_data",
     "sample_shape",
@@ -98,16 +95,6 @@ def sample_shape(data: DataConfig) -> tuple[int, ...]:
     if kind_of(data) == IMAGES:
         return data.channels, data.height_px, data.width_px
     return (2, data.length) if kind_of(data) == TOKEN_PAIRS else (data.length,)
-
-
-def labels_per_sample(data: DataConfig) -> int:
-    """Return how many labels a sample has: one for an image, one for each place of a sequence of tokens."""
-    return 1 if kind_of(data) == IMAGES else data.length
-
-
-def labels_per_step(spec: RunSpec) -> int:
-    """Return the labels of one optimizer step of a resolved run: as many as images, or as tokens of its sequences."""
-    return global_batch(spec) * labels_per_sample(spec.data)
 
 
 def _check_keys(data: DataConfig) -> None:

@@ -25,7 +25,7 @@ Image = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 Label = int | Tokens | Image
 IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
-NO_LABEL = -1  # of what has none: a sample that only fills a micro-batch, a pixel that is ignored
+NO_LABEL = -1  # of a pixel that is ignored
 
 
 class Dataset(ABC):

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset
-from gems.data.dataset import NO_LABEL, batch_indices, micro_batch_slice
+from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
@@ -130,7 +130,7 @@ class BatchLoader:
         """Yield this replica's share of the `num_validation` samples, `num_micro_batches` micro-batches at a time.
 
         Every rank of the pipeline gets as many batches. The last micro-batch of a replica is filled with samples that
-        have no label.
+        have no label: its labels are fewer.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
@@ -182,7 +182,7 @@ def as_batch(requests: Requests, found: Mapping[int, Any]) -> Batch:
         if request.labels:
             labels[m] = found[m][1]
             if request.num_known is not None:
-                labels[m][request.num_known :] = NO_LABEL
+                labels[m] = labels[m][: request.num_known]
     return Batch(images, labels)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
-from gems.engine.metrics import Metrics, MetricSums, summed_loss
+from gems.engine.loss import StepWeight, SummedLoss
+from gems.engine.metrics import LossSums, Metric
 from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, Stage, StageKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.tensor_router import copy_shared, open_router
 from gems.engine.transport.p2p_channels import P2PChannels
+from gems.models.build import as_tuple, map_tensors
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
@@ -25,7 +28,8 @@ from gems.schedule.schedule import Schedule
 class Batch:
     """What a rank reads of one step, by micro-batch.
 
-    Samples are images (N, C, H, W) with labels (N,), or tokens (N, T) or (N, 2, T) with labels (N, T).
+    Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,), (N, T) or (N, H, W),
+    or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones count for nothing.
     """
 
     images: Mapping[int, Tensor]
@@ -37,6 +41,9 @@ class Executor:
 
     Stages run whole, or in `segments` whose saved tensors are in a store. Transfers and copies are only posted; the
     action that needs the data waits for it.
+
+    Attributes:
+        metrics: what gets the outputs and labels of a schedule without backward.
     """
 
     def __init__(
@@ -47,14 +54,15 @@ class Executor:
         channels: P2PChannels,
         recorder: Recorder,
         heartbeat: Heartbeat | None = None,
-        labels_per_step: int = 1,
+        loss: SummedLoss | None = None,
+        step_weight: StepWeight | None = None,
         update: Update | None = None,
         segments: Segments | None = None,
     ) -> None:
         """Prepare the handlers.
 
-        `labels_per_step` counts all directions and replicas, so that summed gradients are those of the mean loss.
-        There are `segments` if the schedule needs a store.
+        To train, there are a `loss` and the `step_weight`, the weight of all labels of a step by which summed gradients
+        are those of the mean loss. There are `segments` if the schedule needs a store.
         """
         self.schedule = schedule
         self.rank = rank
@@ -64,7 +72,9 @@ class Executor:
             self._segments.update(segments.by_key)
         self._channels = channels
         self._recorder = recorder
-        self._labels_per_step = labels_per_step
+        self._loss_function, self._step_weight = loss, step_weight
+        self._weight = 1.0
+        self.metrics: Sequence[Metric] = ()
         self._update = update
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
@@ -74,7 +84,7 @@ class Executor:
         for key in {(action.direction, action.stage) for action in actions if action.kind is Kind.I}:
             stages[key].split_layers()
         self._batch = Batch({}, {})
-        self._sums = MetricSums()
+        self._sums = LossSums()
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._infer if schedule.forward_only else self._forward,
             Kind.B: self._backward,
@@ -99,15 +109,18 @@ class Executor:
                 poll = self._poll_and_free
         self._loop = ActionLoop(rank, actions, handlers, poll, heartbeat)
 
-    def run(self, step: int, batch: Batch) -> Metrics:
-        """Run all actions once, and return the metrics of the last stages on this rank."""
+    def run(self, step: int, batch: Batch) -> float:
+        """Run all actions once, and return the summed loss of the last stages on this rank; collective."""
         self._batch = batch
-        self._sums = MetricSums()
+        self._sums = LossSums()
+        if self._step_weight is not None:
+            self._weight = self._step_weight(batch.labels)
         self._recorder.begin_step(step)
         if self._update is not None:
             self._update.begin()
-        images_bytes = tensor_bytes(batch.images.values())
-        self._recorder.count_bytes(images_bytes)
+        maps = [labels for labels in batch.labels.values() if labels.ndim > 2]
+        batch_bytes = tensor_bytes([*batch.images.values(), *maps])
+        self._recorder.count_bytes(batch_bytes)
         try:
             self._loop.run(step)
             self._channels.drain()
@@ -115,7 +128,7 @@ class Executor:
             self._reset()
             raise
         finally:
-            self._recorder.count_bytes(-images_bytes)
+            self._recorder.count_bytes(-batch_bytes)
         return self._sums.read()
 
     def _forward(self, action: Action) -> None:
@@ -174,13 +187,20 @@ class Executor:
     def _infer(self, action: Action) -> None:
         inputs = self._inputs(action)
         start = self._recorder.timestamp()
-        outputs = self._segment(action).infer(inputs)
+        output = self._segment(action).infer(inputs)
         if action.stage == self._last_stage:
-            self._sums.add(outputs[0], self._batch.labels[_micro_batch(action)])
+            self._measure(output, self._batch.labels[_micro_batch(action)])
         else:
-            self.router.put(action, copy_shared(outputs, inputs))
+            self.router.put(action, copy_shared(as_tuple(output), inputs))
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
+
+    def _measure(self, output: Any, labels: Tensor) -> None:
+        if not len(labels):
+            return
+        known = map_tensors(lambda tensor: tensor[: len(labels)], output)
+        for metric in self.metrics:
+            metric.update(known, labels)
 
     def _still_read(self, action: Action) -> set[int]:
         """Return the addresses of storages that later weight gradients of the stage and micro-batch read."""
@@ -215,15 +235,18 @@ class Executor:
         if not self._ends_in_loss(action):
             return None
         labels = self._batch.labels[_micro_batch(action)]
-        loss = summed_loss if action.kind is Kind.R else self._sums.add
-        return lambda logits: loss(logits, labels)
+        loss = self._loss_function
+        assert loss is not None
+        if action.kind is Kind.R:
+            return lambda output: loss(output, labels)
+        return lambda output: self._sums.add(loss(output, labels))
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         found = self.router.take(action)
         return (self._batch.images[_micro_batch(action)],) if found is None else found
 
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self._sums.loss_gradient(self._labels_per_step),) if self._ends_in_loss(action) else received
+        return (self._sums.loss_gradient(self._weight),) if self._ends_in_loss(action) else received
 
     def _put_gradients(self, action: Action, gradients: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> None:
         if action.stage or self.router.stays_in_stage(action):

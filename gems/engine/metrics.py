@@ -1,54 +1,221 @@
-"""Metrics of a step: the loss at the last stage and what is counted with it."""
+"""The summed loss of a step, and what validation measures of outputs and labels, by task."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as functional
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gems.data.dataset import NO_LABEL as NO_LABEL
+from gems.engine.loss import Outputs, SummedLoss, first_tensor
+
+PREFIX = "validation_"
+Scores = Callable[[Outputs], Tensor]
+Values = dict[str, Any]  # numbers, or lists of a number for each class; None where there is none
 
 
 @dataclass(slots=True)
-class Metrics:
-    """Sums over the labels that a rank has seen at the last stage: one per image, or one per token."""
-
-    loss_sum: float = 0.0
-    num_correct: int = 0
-    num_labels: int = 0
-
-
-@dataclass(slots=True)
-class MetricSums:
-    """Sums as tensors: reading them at each micro-batch would make the host wait for a GPU."""
+class LossSums:
+    """The summed losses of micro-batches as tensors: reading each would make the host wait for a GPU."""
 
     losses: list[Tensor] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)
-    labels: list[Tensor] = field(default_factory=list)
 
-    def add(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, summed over its labels, and count it."""
-        loss = summed_loss(logits, labels)
+    def add(self, loss: Tensor) -> Tensor:
+        """Count the loss of a micro-batch, summed over its labels, and return it."""
         self.losses.append(loss.detach())
-        self.hits.append((logits.detach().argmax(1) == labels).sum())
-        self.labels.append((labels != NO_LABEL).sum())
         return loss
 
-    def loss_gradient(self, labels_per_step: int) -> Tensor:
-        """Return the gradient of a micro-batch's summed loss in the mean over all labels of the step."""
-        return torch.full_like(self.losses[-1], 1.0 / labels_per_step)
+    def loss_gradient(self, weight: float) -> Tensor:
+        """Return the gradient of a micro-batch's summed loss in the mean over labels of a weight; NaN of none."""
+        return torch.full_like(self.losses[-1], 1.0 / weight if weight else math.nan)
 
-    def read(self) -> Metrics:
-        """Return the sums as numbers."""
-        if not self.losses:
-            return Metrics()
-        loss = float(torch.stack(self.losses).double().sum())
-        return Metrics(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.labels).sum()))
+    def read(self) -> float:
+        """Return the sum."""
+        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy summed over the labels, computed in float32 at least."""
-    wide = logits.float() if logits.dtype is torch.bfloat16 else logits
-    return functional.cross_entropy(wide, labels, reduction="sum", ignore_index=NO_LABEL)
+class Metric(ABC):
+    """A figure of validation: `update` for each micro-batch on the ranks of the last stage, then `compute` on all.
+
+    Attributes:
+        sums: what is summed over ranks, in float64.
+        rows: what is joined over ranks, tensors with a row for each sample.
+    """
+
+    def __init__(self, num_sums: int) -> None:
+        self.sums = torch.zeros(num_sums, dtype=torch.float64)
+        self.rows: list[Tensor] = []
+
+    @abstractmethod
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count the outputs and labels of some samples, as the model gives them."""
+
+    @abstractmethod
+    def compute(self) -> Values:
+        """Return the figures of all that was counted, by name; NaN or None of nothing."""
+
+    def state(self) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+        """Return what other ranks need of this one."""
+        return self.sums.cpu().numpy(), [part.cpu().numpy() for part in self.rows]
+
+    def join(self, states: Sequence[tuple[NDArray[Any], list[NDArray[Any]]]]) -> None:
+        """Take the states of all ranks."""
+        self.sums = torch.from_numpy(np.sum([sums for sums, _ in states], axis=0))
+        self.rows = [torch.from_numpy(part) for _, parts in states for part in parts]
+
+    def _count(self, *counts: Tensor) -> None:
+        self.sums = self.sums.to(counts[0].device) + torch.cat([each.reshape(-1).double() for each in counts])
+
+
+class MeanLoss(Metric):
+    """The mean of the loss over all labels."""
+
+    def __init__(self, loss: SummedLoss) -> None:
+        super().__init__(2)
+        self._loss = loss
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count some samples."""
+        self._count(self._loss(outputs, labels).double(), self._loss.weight(labels))
+
+    def compute(self) -> Values:
+        """Return the figures by name."""
+        return {"loss": self._loss.mean(float(self.sums[0]), float(self.sums[1]))}
+
+
+class ClassAccuracy(Metric):
+    """The share of labels that the largest score is right for, beside that of the most frequent class."""
+
+    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
+        super().__init__(1 + num_classes)
+        self._num_classes, self._scores = num_classes, scores
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count some samples."""
+        found, known = _classes(self._scores(outputs), labels, self._num_classes)
+        self._count((found == known).sum(), torch.bincount(known, minlength=self._num_classes))
+
+    def compute(self) -> Values:
+        """Return the figures by name."""
+        correct, *counts = self.sums.tolist()
+        return {"accuracy": _ratio(correct, sum(counts)), "majority": _ratio(max(counts), sum(counts))}
+
+
+class Dice(Metric):
+    """The Dice coefficient 2 |A and B| / (|A| + |B|) of each class over all pixels, and its mean over classes.
+
+    Beside it are those of constant predictors: by class of always predicting that class, and of the one whose mean over
+    classes is the best. A class that is neither in the masks nor predicted has none.
+    """
+
+    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
+        super().__init__(3 * num_classes)
+        self._num_classes, self._scores = num_classes, scores
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count some samples."""
+        found, known = _classes(self._scores(outputs), labels, self._num_classes)
+        of = (known[found == known], found, known)
+        self._count(*(torch.bincount(classes, minlength=self._num_classes) for classes in of))
+
+    def compute(self) -> Values:
+        """Return the figures by name."""
+        right, found, known = self.sums.reshape(3, -1).tolist()
+        total = sum(known)
+        by_class = [2 * a / (b + c) if b + c else None for a, b, c in zip(right, found, known, strict=True)]
+        constant = [2 * c / (total + c) if c else None for c in known]
+        present = sum(c > 0 for c in known)
+        return {
+            "accuracy": _ratio(sum(right), total), "majority": _ratio(max(known), total),
+            "dice": _mean(by_class), "dice_constant": _ratio(max(each or 0.0 for each in constant), present),
+            "dice_by_class": by_class, "dice_constant_by_class": constant,
+        }  # fmt: skip
+
+
+class LabelAccuracy(Metric):
+    """The share of right answers to each yes-or-no label, beside that of always giving its more frequent answer."""
+
+    def __init__(self, num_labels: int, scores: Scores = first_tensor) -> None:
+        super().__init__(1 + 2 * num_labels)
+        self._scores = scores
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count some samples."""
+        is_set = labels > 0.5
+        count = torch.tensor(float(len(labels)), device=labels.device)
+        self._count(count, ((self._scores(outputs) > 0) == is_set).sum(0), is_set.sum(0))
+
+    def compute(self) -> Values:
+        """Return the figures by name."""
+        count, *rest = self.sums.tolist()
+        right, positive = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        by_label = [_ratio(number, count) for number in right]
+        majority = [_ratio(max(number, count - number), count) for number in positive]
+        return {
+            "accuracy": _mean(by_label), "majority": _mean(majority),
+            "accuracy_by_label": by_label, "majority_by_label": majority,
+        }  # fmt: skip
+
+
+class AbsoluteError(Metric):
+    """The mean absolute error of predicted values, beside that of always predicting the mean of the labels."""
+
+    def __init__(self, scores: Scores = first_tensor) -> None:
+        super().__init__(2)
+        self._scores = scores
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Count some samples."""
+        wanted = labels.double()
+        error = (self._scores(outputs).double().reshape(wanted.shape) - wanted).abs().sum()
+        self._count(error, torch.tensor(float(labels.numel()), device=labels.device))
+        self.rows.append(labels)
+
+    def compute(self) -> Values:
+        """Return the figures by name."""
+        total, count = self.sums.tolist()
+        constant = math.nan
+        if self.rows:
+            labels = torch.cat([part.double() for part in self.rows])
+            constant = float((labels - labels.mean(0)).abs().mean())
+        return {"mean_absolute_error": _ratio(total, count), "mean_absolute_error_constant": constant}
+
+
+def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
+    """Return what validation measures of a task."""
+    made: Metric
+    if task == "regression":
+        made = AbsoluteError(loss.scores)
+    else:
+        by_task: dict[str, Callable[[int, Scores], Metric]] = {
+            "classification": ClassAccuracy, "segmentation": Dice, "multi_label": LabelAccuracy,
+        }  # fmt: skip
+        made = by_task[task](num_classes, loss.scores)
+    return [MeanLoss(loss), made]
+
+
+def compute(metrics: Sequence[Metric]) -> Values:
+    """Return the figures of all metrics, named as those of validation."""
+    return {f"{PREFIX}{name}": value for metric in metrics for name, value in metric.compute().items()}
+
+
+def _classes(scores: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the predicted and the true classes of all that has a label, as flat tensors."""
+    found = scores[:, :num_classes].argmax(1)
+    is_known = (labels >= 0) & (labels < num_classes)
+    return found[is_known], labels[is_known]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return _ratio(sum(known), len(known))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

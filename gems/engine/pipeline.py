@@ -9,11 +9,13 @@ from typing import cast
 import torch
 from torch import nn
 
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import DATASETS, labels_per_step, open_dataset
+from gems.data import DATASETS, open_dataset
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
+from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.lr_schedule import LrSchedule
@@ -59,6 +61,8 @@ class Pipeline:
     update: Update
     recorder: Recorder
     control: Transport
+    loss: SummedLoss
+    step_weight: StepWeight
     train: Executor
     evaluate: Executor
     plan: MemoryPlan | None = None
@@ -163,17 +167,23 @@ def build_pipeline(
             schedule, rank, stages, plan, recorder, device, channels.poll, spec.memory.min_offload_bytes,
             None if host_bytes is None else host_bytes // num_sharers,
         )  # fmt: skip
+    loss = SummedLoss(spec.loss, spec.data, dtype, device, stage_modules.output(spec, dtype))
+    reads_labels = any(stage == schedule.num_stages - 1 for _, stage in mine)
+    label_comm = comm.Split(int(reads_labels), comm.rank)
+    label_transport = Transport(cast(Comm, label_comm), hang_timeout_s, spin_s, wait_state=wait_state)
+    step_weight = StepWeight(loss, global_batch(spec), label_transport)
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
-        labels_per_step=labels_per_step(spec), update=update, segments=segments,
+        loss=loss, step_weight=step_weight, update=update, segments=segments,
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
-    evaluation_channels = P2PChannels(forward, rank, output_specs, transports, staging, recorder)
+    evaluation_specs = stage_modules.output_specs(spec, dtype, training=False)
+    evaluation_channels = P2PChannels(forward, rank, evaluation_specs, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
     seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
         spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
-        control, train, evaluate, plan, segments,
+        control, loss, step_weight, train, evaluate, plan, segments,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
-from gems.models.build import as_tuple
+from gems.models.build import as_tuple, tensors_in
 
-Loss = Callable[[Tensor], Tensor]
+Loss = Callable[[Any], Tensor]  # of what the last layer gives: a tensor, or tensors in tuples, lists and dicts
 StageKey = tuple[int, int]  # direction, stage
 
 
@@ -64,8 +64,8 @@ class Stage:
     ) -> tuple[Tensor, ...]:
         """Run the layers and keep what backward needs; return the tensors of the next boundary, detached.
 
-        On the last stage `loss` makes a scalar of the one output, which is returned. If `is_split`, `backward_input`
-        and `backward_weight` will follow, and not `backward`.
+        On the last stage `loss` makes a scalar of the model's output, which is returned. If `is_split`,
+        `backward_input` and `backward_weight` will follow, and not `backward`.
         """
         has_gradient = not self.is_first
         leaves = tuple(tensor.detach().requires_grad_(has_gradient and tensor.is_floating_point()) for tensor in inputs)
@@ -126,14 +126,14 @@ class Stage:
         self._stash.clear()
         self._deferred.clear()
 
-    def infer(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the layers for evaluation and keep nothing."""
+    def infer(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the layers for evaluation, keep nothing, and return what the last one gives."""
         with torch.no_grad():
-            values = tuple(inputs)
+            output: Any = tuple(inputs)
             for module in self.modules:
-                values = as_tuple(module(*values))
+                output = module(*as_tuple(output))
                 self._poll()
-        return values
+        return output
 
     @property
     def state_bytes(self) -> int:
@@ -166,13 +166,14 @@ class Stage:
         return input_gradients, leaves
 
     def _run(self, leaves: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
-        values = leaves
+        output: Any = leaves
         for module in self.modules:
-            values = as_tuple(module(*values))
+            output = module(*as_tuple(output))
             self._poll()
-            if values[0].requires_grad:
-                values[0].register_hook(lambda _: self._poll())  # type: ignore[no-untyped-call]
-        return values if loss is None else (loss(values[0]),)
+            first = next(tensors_in(output))
+            if first.requires_grad:
+                first.register_hook(lambda _: self._poll())  # type: ignore[no-untyped-call]
+        return as_tuple(output) if loss is None else (loss(output),)
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from gems.config.schema import RunSpec
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
 from gems.models.blocks.chain import operator_module
-from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec
+from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec, model_output
 from gems.models.steps import Operator, operators_of
 from gems.schedule.placement import Placement
 
@@ -69,17 +70,25 @@ class StageModules:
             built[stage] = nn.ModuleList([operator_module(operator, whole)])
         return built
 
-    def output_specs(self, spec: RunSpec, dtype: torch.dtype) -> Sequence[tuple[TensorSpec, ...]]:
+    def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
+        """Return what the model gives of one micro-batch in training, with tensors of torch's meta device."""
+        given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
+        shapes = [(given,), *boundary_shapes(self.layers[:-1], given.shape, dtype, given.dtype)]
+        return model_output(self.layers[-1], shapes[-1], dtype)
+
+    def output_specs(
+        self, spec: RunSpec, dtype: torch.dtype, training: bool = True
+    ) -> Sequence[tuple[TensorSpec, ...]]:
         """Return the output tensors of each stage except the last, of one micro-batch."""
         given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
         if not self.operators:
-            shapes = boundary_shapes(self.layers, given.shape, dtype, given.dtype)
+            shapes = boundary_shapes(self.layers, given.shape, dtype, given.dtype, training)
             return [shapes[boundary - 1] for boundary in self.boundaries[1:-1]]
         start = (torch.empty(given.shape, dtype=given.dtype, device="meta"),)
         modules = self.build(range(len(self.operators)), 0, dtype, "meta")
         outputs: list[tuple[torch.Tensor, ...]] = []
         with torch.no_grad():
-            for stage, operator in enumerate(self.operators):
+            for stage, operator in enumerate(self.operators[:-1]):
                 inputs = tuple(tensor for feeder in operator.feeders for tensor in outputs[feeder]) or start
                 outputs.append(as_tuple(modules[stage].eval()[0](*inputs)))
         return [
@@ -87,5 +96,5 @@ class StageModules:
                 TensorSpec(f"{operator.name}.{index}", tuple(tensor.shape), tensor.dtype)
                 for index, tensor in enumerate(tensors)
             )
-            for operator, tensors in zip(self.operators[:-1], outputs, strict=False)
+            for operator, tensors in zip(self.operators[:-1], outputs, strict=True)
         ]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import labels_per_sample, labels_per_step, open_dataset
+from gems.data import open_dataset, task_of
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.resume import find_start
@@ -22,6 +22,7 @@ from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_st
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
 from gems.engine.evaluation.validator import Validator
+from gems.engine.metrics import Metric, Values, compute, metrics_of
 from gems.engine.optimization.nonfinite import raise_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.step_loop import StepResult, measure_offset, run_steps, schedule_record, trace_attributes
@@ -36,23 +37,10 @@ from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
-# the columns of metrics.csv
-LOGGED = ("train_loss", "step_s", "grad_norm", "learning_rate", "validation_loss", "validation_accuracy")
+# the columns of metrics.csv before those of validation
+LOGGED = ("train_loss", "step_s", "grad_norm", "learning_rate")
 AVERAGE = "average"  # folder of the averaged weights, in that of the weights
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Accuracy on validation labels, beside the share of the most frequent class, and the mean loss, for result.json.
-
-    An image has one label, a sequence one per token; `num_validation` counts images or sequences.
-    """
-
-    validation_accuracy: float
-    validation_majority: float
-    validation_loss: float
-    num_validation: int
 
 
 def train(
@@ -87,11 +75,11 @@ def train(
             if comm.rank == 0:
                 _log.info("starts with %s", match.describe(spec.train.initial_checkpoint))
         part.set_attributes(start.attributes() | measure_offset(comm, "clock"))
-        loader, class_counts, num_train = open_loader(pipeline, start.step)
+        loader, num_validation, num_train = open_loader(pipeline, start.step)
         manifest = start.manifest(spec, pipeline.schedule, pipeline.stage_modules.boundaries, layer_owners(pipeline))
         saver = Saver(folder, spec.train, pipeline.control, manifest, heartbeat, PipelineState(pipeline), stop)
         monitor = Monitor(device, spec.train.sample_interval_s)
-        recorder, labels = pipeline.recorder, labels_per_step(spec)
+        recorder = pipeline.recorder
 
         def run_step(step: int) -> StepResult:
             start_ns = time.perf_counter_ns()
@@ -99,7 +87,7 @@ def train(
             batch = loader.batch(step)
             if loader.reads:
                 recorder.waited(step, start_ns, time.perf_counter_ns())
-            metrics = pipeline.train.run(step, batch)
+            loss_sum = pipeline.train.run(step, batch)
             if pipeline.update.stops:
                 saver.finish()
                 raise_nonfinite(pipeline, step, batch)
@@ -109,25 +97,27 @@ def train(
             recorder.synchronize()
             end_ns = time.perf_counter_ns()
             recorder.end_step()
-            total = pipeline.control.sum_to_first([metrics.loss_sum])
+            total = pipeline.control.sum_to_first([loss_sum, pipeline.step_weight.mine])
             for sample in monitor.take():
                 part.add("samples", (comm.rank, *sample))
-            loss = float("nan") if total is None else total[0] / labels
+            loss = float("nan") if total is None else pipeline.loss.mean(*total)
             return StepResult(start_ns, end_ns, loss, pipeline.update.grad_norm, pipeline.update.learning_rate)
 
         def measure() -> dict[str, float]:
             heartbeat.beat(spec.train.steps, "validate")
-            accuracies.append(evaluate(pipeline, loader, class_counts))
-            return {name: value for name, value in asdict(accuracies[-1]).items() if isinstance(value, float)}
+            measured.append(evaluate(pipeline, loader, num_validation))
+            return {name: value for name, value in measured[-1].items() if isinstance(value, float)}
 
         def save(path: Path) -> None:
             with pipeline.update.averaged():  # which were measured
                 weights.save(pipeline, path)
 
-        accuracies: list[Accuracy] = []
+        measured: list[Values] = []
         steps_per_epoch = max(1, num_train // global_batch(spec))
         validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
-        loggers = open_loggers(spec, folder, LOGGED, start.step) if comm.rank == 0 else Loggers(())
+        known = compute(metrics_of(task_of(spec.data), spec.data.num_classes, pipeline.loss))
+        logged = (*LOGGED, *(name for name, value in known.items() if isinstance(value, float)))
+        loggers = open_loggers(spec, folder, logged, start.step) if comm.rank == 0 else Loggers(())
         with closing(loader), closing(saver), closing(loggers):
             pipeline.set_training(True)
             try:
@@ -165,58 +155,55 @@ def train(
             write_json(folder.result_json, {
                 "num_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1],
                 **schedule_record(pipeline.schedule), "energy_j": energies_j, **report,
-                **(asdict(accuracies[-1]) if accuracies else {}),
+                **(measured[-1] if measured else {}),
                 **({} if validator.best is None else {"best": asdict(validator.best)}),
             })  # fmt: skip
     finally:
         part.close()
 
 
-def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, tuple[int, ...], int]:
+def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, int, int]:
     """Open the data of a run, if this rank reads any; collective.
 
     Returns:
-        The loader; the numbers of validation labels of each class, and of training samples, on all ranks.
+        The loader; the numbers of validation and of training samples, on all ranks.
     """
     spec, comm = pipeline.spec, pipeline.comm
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     dataset = open_dataset(spec.data, spec.seed) if reads else None
-    counts = (dataset.class_counts("validation"), dataset.num_train) if dataset and not comm.rank else None
-    class_counts, num_train = comm.bcast(counts)
+    counts = (dataset.num_validation, dataset.num_train) if dataset and not comm.rank else None
+    num_validation, num_train = comm.bcast(counts)
     loader = BatchLoader(
         spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
         DTYPES[spec.train.dtype], pipeline.device, first_step,
     )  # fmt: skip
-    return loader, class_counts, num_train
+    return loader, num_validation, num_train
 
 
-def evaluate(pipeline: Pipeline, loader: BatchLoader, class_counts: tuple[int, ...]) -> Accuracy:
+def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more: Sequence[Metric] = ()) -> Values:
     """Run the validation samples through direction 0 of every replica; collective, the same result on all ranks.
 
-    `class_counts` are the numbers of validation labels of each class.
+    `more` metrics get the outputs of this rank too.
+
+    Returns:
+        The figures of the task by name, and `num_validation`.
     """
-    per_sample = labels_per_sample(pipeline.spec.data)
-    last = pipeline.schedule.num_stages - 1
-    executor = pipeline.evaluate
+    data, last, executor = pipeline.spec.data, pipeline.schedule.num_stages - 1, pipeline.evaluate
+    metrics = metrics_of(task_of(data), data.num_classes, pipeline.loss)
+    executor.metrics = [*metrics, *more]
     pipeline.set_training(False)
     pipeline.recorder.is_on = False
-    sums = np.zeros(3)
     batches = loader.validation(
-        sum(class_counts) // per_sample,
-        executor.schedule.num_micro_batches,
-        pipeline.has_in_evaluation(0),
+        num_validation, executor.schedule.num_micro_batches, pipeline.has_in_evaluation(0),
         pipeline.has_in_evaluation(last),
-    )
-    with pipeline.update.averaged():
+    )  # fmt: skip
+    with torch.no_grad(), pipeline.update.averaged():
         for batch in batches:
-            metrics = executor.run(pipeline.spec.train.steps, batch)  # which the heartbeat shows as after the last step
-            sums += (metrics.loss_sum, metrics.num_correct, metrics.num_labels)
+            executor.run(pipeline.spec.train.steps, batch)  # which the heartbeat shows as after the last step
     pipeline.recorder.is_on = True
     pipeline.set_training(True)
-    loss_sum, num_correct, num_labels = np.sum(pipeline.comm.allgather(sums), axis=0)
-    return Accuracy(
-        validation_accuracy=float(num_correct / num_labels),
-        validation_majority=max(class_counts) / sum(class_counts),
-        validation_loss=float(loss_sum / num_labels),
-        num_validation=int(num_labels) // per_sample,
-    )
+    executor.metrics = ()
+    states = pipeline.comm.allgather([metric.state() for metric in metrics])
+    for metric, of_ranks in zip(metrics, zip(*states, strict=True), strict=True):
+        metric.join(of_ranks)
+    return {**compute(metrics), "num_validation": num_validation}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ def boundary_shapes(
     input_shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     input_dtype: torch.dtype | None = None,
+    training: bool = True,
 ) -> list[tuple[TensorSpec, ...]]:
     """Return, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
 
@@ -89,7 +91,7 @@ def boundary_shapes(
 
     The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
     run once. A layer's tensors are named after it, with a number when it gives several, or as its module's
-    `output_names` says.
+    `output_names` says; the parts of a user's network may give others when they are not `training`.
     """
     specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), input_dtype or dtype),)
     seen: dict[tuple[object, ...], tuple[TensorSpec, ...]] = {}
@@ -97,10 +99,31 @@ def boundary_shapes(
     for layer in layers:
         key = (layer.target, layer.options, tuple((spec.shape, spec.dtype) for spec in specs))
         if key not in seen:
-            seen[key] = _outputs(layer, specs, dtype)
+            seen[key] = _outputs(layer, specs, dtype, training)
         specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in seen[key])
         out.append(specs)
     return out
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a model gave: one, or several in tuples, lists and dicts."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(part)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return what a model gave with each of its tensors changed by a function."""
+    if isinstance(output, Tensor):
+        return function(output)
+    if isinstance(output, Mapping):
+        return {key: map_tensors(function, part) for key, part in output.items()}
+    if isinstance(output, tuple | list):
+        parts = [map_tensors(function, part) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -108,16 +131,32 @@ def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def _outputs(layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """Return what a layer gives, named by what follows its own name."""
-    module = build_layer(layer, 0, 0, dtype, "meta").eval()
-    inputs = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
+def model_output(layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool = True) -> Any:
+    """Return what a model's last layer gives for such inputs, with tensors of torch's meta device.
+
+    It is a tensor, or tensors in tuples, lists and dicts, which may differ in training.
+    """
+    return _run_on_meta(layer, inputs, dtype, training)[1]
+
+
+def _run_on_meta(
+    layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype, training: bool
+) -> tuple[nn.Module, Any]:
+    """Return the module of a layer, and what it gives; only parts of a user's network differ in training."""
+    module = build_layer(layer, 0, 0, dtype, "meta").train(training and layer.is_part)
+    tensors = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in inputs]
     try:
         with torch.no_grad(), torch.device("meta"):
-            tensors = as_tuple(module(*inputs))
+            return module, module(*tensors)
     except Exception as error:
-        error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in specs)}")
+        error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in inputs)}")
         raise
+
+
+def _outputs(layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype, training: bool) -> tuple[TensorSpec, ...]:
+    """Return what a layer gives, named by what follows its own name."""
+    module, output = _run_on_meta(layer, specs, dtype, training)
+    tensors = tuple(tensors_in(output))
     names = getattr(module, "output_names", ()) or (range(len(tensors)) if len(tensors) > 1 else ())
     suffixes = [f".{name}" for name in names] or [""]
     return tuple(

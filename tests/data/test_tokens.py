@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gems.config.schema import DataConfig
-from gems.data import check_data, kind_of, labels_per_sample, open_dataset, sample_shape, sources_of
+from gems.data import check_data, kind_of, open_dataset, sample_shape, sources_of
 from gems.data.synthetic import CHANCES, START
 from gems.errors import ConfigError
 
@@ -18,10 +18,10 @@ PAIRS = DataConfig(name="token_pairs", num_classes=50, length=12, train_samples=
 
 
 def test_what_a_source_gives() -> None:
-    assert (kind_of(TOKENS), sample_shape(TOKENS), labels_per_sample(TOKENS)) == ("tokens", (12,), 12)
-    assert (kind_of(PAIRS), sample_shape(PAIRS), labels_per_sample(PAIRS)) == ("token_pairs", (2, 12), 12)
+    assert (kind_of(TOKENS), sample_shape(TOKENS)) == ("tokens", (12,))
+    assert (kind_of(PAIRS), sample_shape(PAIRS)) == ("token_pairs", (2, 12))
     images = DataConfig(channels=2, height_px=3, width_px=5)
-    assert (kind_of(images), sample_shape(images), labels_per_sample(images)) == ("images", (2, 3, 5), 1)
+    assert (kind_of(images), sample_shape(images)) == ("images", (2, 3, 5))
     assert (sources_of("tokens"), sources_of("token_pairs")) == (["tokens"], ["token_pairs"])
     assert {"synthetic", "tissue", "folder"} <= set(sources_of("images"))
 

@@ -113,6 +113,7 @@ class Rig:
         at_once=False,
         plan=None,
         host_limit_bytes=None,
+        labels_per_step=1,
         **options,
     ) -> None:
         self.part = ListPart(rank)
@@ -130,13 +131,19 @@ class Rig:
                 schedule, rank, self.stages, plan, self.recorder, CPU, channels.poll, 0, host_limit_bytes
             )
         self.executor = Executor(
-            schedule, rank, self.stages, channels, self.recorder, segments=self.segments, **options
-        )
+            schedule, rank, self.stages, channels, self.recorder, segments=self.segments,
+            **{"loss": summed_loss, "step_weight": lambda labels: labels_per_step, **options},
+        )  # fmt: skip
 
     def run(self, batch: Batch, step: int = 0):
-        score = self.executor.run(step, batch)
+        loss_sum = self.executor.run(step, batch)
         self.recorder.end_step()
-        return score
+        return loss_sum
+
+
+def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy summed over a micro-batch."""
+    return nn.functional.cross_entropy(outputs, labels, reduction="sum")
 
 
 def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:

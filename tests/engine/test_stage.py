@@ -261,7 +261,7 @@ def test_evaluation_keeps_nothing():
     (stage,) = make_stages(LAYERS["resnet-like"](), [])
     stage.modules.eval()
     images, _ = batch(0)
-    (logits,) = stage.infer((images,))
+    logits = stage.infer((images,))
     assert not logits.requires_grad and stage.num_in_flight == 0
     values = images
     with torch.no_grad():

@@ -123,7 +123,7 @@ def evaluate(pieces: Sequence[nn.ModuleList], inputs: Tensor) -> Tensor:
     values: tuple[Tensor, ...] = (inputs,)
     for piece in pieces:
         piece.eval()
-        values = Stage(piece, is_first=False, poll=lambda: None).infer(values)
+        values = as_tuple(Stage(piece, is_first=False, poll=lambda: None).infer(values))
     (output,) = values
     return output
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
-from gems.data import labels_per_step, sample_shape
+from gems.data import sample_shape
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.blocks.sequences import Attention, Recurrent
@@ -181,13 +181,6 @@ def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(model: str, so
     with pytest.raises(ConfigError) as caught:
         resolve(spec)
     assert caught.value.key == "data" and advice in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_step_counts_its_tokens() -> None:
-    spec = resolve(RunSpec(model=GNMT, data=PAIRS))
-    assert labels_per_step(spec) == 5 * (spec.parallel.micro_batches or 0) * spec.parallel.micro_batch_size
-    images = resolve(RunSpec())
-    assert labels_per_step(images) == (images.parallel.micro_batches or 0) * images.parallel.micro_batch_size
 
 
 def tokens_of(data: DataConfig, size: int) -> Tensor:

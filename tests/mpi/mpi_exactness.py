@@ -171,12 +171,10 @@ def test_number_of_classes_and_cut_reach_both_directions(comm, replicas):
 
 
 def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
-    from gems.engine.metrics import MetricSums
+    from gems.engine.metrics import LossSums
 
-    scale = MetricSums.loss_gradient
-    monkeypatch.setattr(
-        MetricSums, "loss_gradient", lambda self, labels_per_step: scale(self, labels_per_step) * (1 + 1e-9)
-    )
+    scale = LossSums.loss_gradient
+    monkeypatch.setattr(LossSums, "loss_gradient", lambda self, weight: scale(self, weight) * (1 + 1e-9))
     spec = make_spec("gems_master", 2)
     part = sub_world(comm, spec.world_size)
     if part is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 from gems.engine.checkpoint.state_dict import restore
@@ -30,11 +29,11 @@ def main(argv: list[str]) -> None:
         read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
         pipeline = build_pipeline(spec, comm, device, None, None, *read)
         restore(pipeline, Path(str(spec.train.initial_checkpoint)))
-        loader, class_counts, _ = open_loader(pipeline)
+        loader, num_validation, _ = open_loader(pipeline)
         with closing(loader):
-            found = evaluate(pipeline, loader, class_counts)
+            found = evaluate(pipeline, loader, num_validation)
         if comm.rank == 0:
-            write_json(folder.result_json, asdict(found))
+            write_json(folder.result_json, found)
     except BaseException as error:
         ensure_exit()
         abort_all_ranks(report_failure(folder, launched_rank(), error))

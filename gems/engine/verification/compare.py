@@ -6,21 +6,22 @@ The reference is the same training in one process, unsplit, with plain autograd.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import Dataset, labels_per_step, open_dataset
+from gems.data import Dataset, open_dataset, task_of
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
+from gems.engine.loss import Loss, open_loss
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
@@ -33,7 +34,7 @@ from gems.engine.transport.mpi import Comm, world
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers
+from gems.models.build import as_tuple, build_layers, map_tensors, tensors_in
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
@@ -73,23 +74,34 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     schedule_of_rates = LrSchedule(spec, optimizer, dataset.num_train)
     averages = [parameter.detach().clone() for parameter in parameters]
     statistics = running_statistics(model)
+    loss_dtype = dtype if dtype is torch.float64 else torch.float32
+    loss = open_loss(spec.loss, task_of(spec.data), loss_dtype, device)
+
+    def forward(images: Tensor) -> Any:
+        output: Any = (images,)
+        for module in modules:
+            output = module(*as_tuple(output))
+        return output
+
     for step in range(spec.train.steps):
         optimizer.zero_grad(set_to_none=True)
         start = [buffer.clone() for buffer in statistics]
         mean = [torch.zeros_like(buffer) for buffer in statistics]
         total = [torch.zeros_like(parameter) for parameter in parameters]
-        copies = list(_copier(spec, schedule))
-        for samples in copies:
+        slices = _copier(spec, schedule)
+        copies = [list(_micro_batches(spec, dataset, step, each, dtype, device)) for each in slices]
+        gradients = iter(_loss_gradients(loss, model, forward, [each for copy in copies for each in copy], loss_dtype))
+        for batches in copies:
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
             # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step
             # later.
-            for images, labels in _micro_batches(spec, dataset, step, samples, dtype, device):
-                values: tuple[Tensor, ...] = (images,)
-                for module in modules:
-                    values = as_tuple(module(*values))
-                loss = functional.cross_entropy(values[0], labels, reduction="sum") / labels_per_step(spec)
-                torch.autograd.backward(loss)
+            for images, _ in batches:
+                pairs = zip(tensors_in(forward(images)), next(gradients), strict=True)
+                used = [
+                    (tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None
+                ]
+                torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
             for sum_of_copies, buffer in zip(mean, statistics, strict=True):
                 sum_of_copies += buffer / len(copies)
             for sum_of_copies, parameter in zip(total, parameters, strict=True):
@@ -112,6 +124,36 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
             ]
             found[0].update(_averages(zip(names, modules, strict=True), dict(zip(parameters, averages, strict=True))))
         yield found
+
+
+def _loss_gradients(
+    loss: Loss,
+    model: nn.Module,
+    forward: Callable[[Tensor], Any],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+) -> list[list[Tensor | None]]:
+    """Return the gradients of one loss over all micro-batches together, for the tensors of each one's output.
+
+    The loss is called once, as its class would be. The model, which runs without a graph, is left as it was.
+    """
+    kept = [buffer.clone() for buffer in model.buffers()]
+    device = batches[0][0].device
+    with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        outputs = [forward(images) for images, _ in batches]
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+    leaves = [[each.detach().requires_grad_(each.is_floating_point()) for each in tensors_in(one)] for one in outputs]
+    joined = (torch.cat(same) for same in zip(*leaves, strict=True))
+    whole = map_tensors(lambda _: _wide(next(joined)), outputs[0])
+    labels = torch.cat([each for _, each in batches])
+    value = loss(whole, labels.to(dtype) if labels.is_floating_point() else labels)
+    torch.autograd.backward(value)
+    return [[leaf.grad for leaf in of_one] for of_one in leaves]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Values, Values]:
@@ -152,7 +194,7 @@ def _micro_batches(
     for of_micro_batch in slices:
         chosen = [(int(index), int(draw)) for index, draw in samples[of_micro_batch]]
         given = torch.stack([torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen])
-        labels = torch.from_numpy(np.stack([np.asarray(dataset.label("train", index)) for index, _ in chosen]))
+        labels = torch.from_numpy(np.stack([np.asarray(dataset.label("train", index, draw)) for index, draw in chosen]))
         yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)
 
 

@@ -22,11 +22,11 @@ from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
-from gems.models.build import as_tuple, build_layer
+from gems.models.build import as_tuple, build_layer, tensors_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, training_loss
-from gems.profile.profilers.live_bytes import tensors_in, workspace_of
+from gems.profile.profilers.live_bytes import workspace_of
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from gems.models.build import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 _FORWARD = torch.ops.aten.convolution.default
@@ -123,15 +125,6 @@ def storage_of(tensor: Tensor) -> int:
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, a storage that several share counted once."""
     return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def tensors_in(result: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operation takes or returns."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from tensors_in(item)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

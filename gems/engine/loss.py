@@ -1,0 +1,362 @@
+"""The loss of a run as a sum over a micro-batch and the weight of its labels, of which sum / weight is the mean.
+
+The gradient of a step is that of one mean over its whole global batch, whatever the micro-batches, directions and
+replicas: sums of micro-batches are divided by the weight of all labels of the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gems.config.recipe import AUTO, LOSS_OF_TASK, LOSSES, LossConfig
+from gems.config.schema import DataConfig
+from gems.data import kind_of, task_of
+from gems.data.dataset import IMAGES, NO_LABEL
+from gems.engine.transport.mpi import Transport
+from gems.errors import ConfigError, one_of
+from gems.models.build import map_tensors, tensors_in
+from gems.utils.targets import call_target, check_kwargs, load_target, target_error
+
+Outputs = Any  # of a model: a tensor, or tensors in tuples, lists and dicts
+LossFunction = Callable[[Outputs, Tensor], Tensor]
+_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BY_ELEMENT = (
+    nn.BCEWithLogitsLoss, nn.BCELoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss,
+)  # fmt: skip
+_TENSORS = ("weight", "pos_weight")  # arguments of torch's losses that a configuration gives as lists
+_SAMPLES, _SIDE_PX = 4, 64  # of the probe
+_TOLERANCE = 1e-6  # a loss may compute in float32 whatever it is given
+_REFUSAL = "cannot be summed over micro-batches"
+_ADVICE = "give it an argument `reduction` (mean or sum), or a method weight(labels) by which its mean is a sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The configured loss as it is called by its own class, a mean (or a sum) over the labels that it is given.
+
+    `summed` gives the sum instead, if the loss can.
+    """
+
+    config: LossConfig
+    key: str
+    name: str
+    function: LossFunction
+    summed: LossFunction | None
+
+    @property
+    def reduction(self) -> str:
+        """What the loss makes of its labels: mean if it does not tell."""
+        given = self.config.kwargs.get("reduction", getattr(self.function, "reduction", "mean"))
+        return str(getattr(given, "value", given))
+
+    @property
+    def takes_one_tensor(self) -> bool:
+        """Whether it is torch's, and takes one tensor and not the whole output of a model."""
+        return self.config.target is None or isinstance(self.function, (*_BY_CLASS, *_BY_ELEMENT))
+
+    def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
+        """Return the loss of a model's output."""
+        return self.function(self.part(outputs), self.known(labels))
+
+    def part(self, outputs: Outputs) -> Outputs:
+        """Return what the loss takes of a model's output.
+
+        Raises:
+            ConfigError: loss.output names no part of it, or must be given.
+        """
+        if isinstance(outputs, Tensor):
+            return outputs
+        output, names = self.config.output, part_names(outputs)
+        if output is not None:
+            if output not in names:
+                raise ConfigError("loss.output", output, one_of(names), "name a part of the model's output")
+            return named_part(outputs, output)
+        if not self.takes_one_tensor:
+            return outputs
+        tensors = list(tensors_in(outputs))
+        if len(tensors) == 1:
+            return tensors[0]
+        raise ConfigError(
+            "loss.output", "null", f"must be given, for the model gives several tensors; {one_of(names)}",
+            "or set loss.target to a loss of your own that takes them all",
+        )  # fmt: skip
+
+    def known(self, labels: Tensor) -> Tensor:
+        """Return labels as the loss takes them: what has none has the index that the loss ignores."""
+        if isinstance(self.function, _BY_CLASS) and not labels.is_floating_point():
+            return labels.masked_fill(labels == NO_LABEL, self.function.ignore_index)
+        return labels
+
+
+def first_tensor(outputs: Outputs) -> Tensor:
+    """Return the first tensor of a model's output."""
+    return next(tensors_in(outputs))
+
+
+def part_names(outputs: Outputs) -> list[str]:
+    """Return the keys, fields or indices of a model's output."""
+    if isinstance(outputs, Mapping):
+        return list(map(str, outputs))
+    return list(getattr(outputs, "_fields", map(str, range(len(outputs)))))
+
+
+def named_part(outputs: Outputs, name: str) -> Outputs:
+    """Return a part of a model's output by one of its names."""
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    return dict(zip(part_names(outputs), values, strict=True))[name]
+
+
+def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.device) -> Loss:
+    """Return the configured loss; one that has tensors has them in `dtype` on `device`.
+
+    Raises:
+        ConfigError: no such loss, arguments that it does not take, or one with parameters of its own.
+    """
+    key = "loss.name" if config.target is None else "loss.target"
+    name = config.name if config.target is None else config.target
+    target = config.target or LOSSES[LOSS_OF_TASK[task] if config.name == AUTO else config.name]
+    made = load_target(key, target, config.path)
+    kwargs = dict(config.kwargs)
+    if getattr(made, "__module__", "").startswith("torch.nn."):
+        kwargs |= {name: torch.tensor(kwargs[name]) for name in _TENSORS if isinstance(kwargs.get(name), list)}
+    is_by_class = inspect.isclass(made) and issubclass(made, _BY_CLASS)
+    if is_by_class and config.target is None:
+        kwargs.setdefault("ignore_index", NO_LABEL)
+
+    def build(more: dict[str, Any]) -> LossFunction:
+        if not inspect.isclass(made):
+            check_kwargs(key, made, kwargs | more, None, None)
+            return partial(made, **kwargs, **more)
+        found = call_target(key, target, kwargs | more, config.path)
+        if isinstance(found, nn.Module):
+            if next(found.parameters(), None) is not None:
+                raise ConfigError(key, name, "has parameters, and only those of the model are trained",
+                                  "make them buffers, or parameters of the model")  # fmt: skip
+            found = found.to(device, dtype)
+        return cast(LossFunction, found)
+
+    function = build({})
+    summed: LossFunction | None = None
+    if "reduction" in _parameters(made):
+        summed = build({"reduction": "sum"}) if config.kwargs.get("reduction") != "sum" else function
+    elif hasattr(function, "reduction"):
+        changed: Any = copy.deepcopy(function)
+        changed.reduction = "sum"
+        summed = changed
+    return Loss(config, key, name, function, summed)
+
+
+def _parameters(made: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(made).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+class SummedLoss:
+    """The loss summed over the labels of a micro-batch, and the weight by which sums become the mean.
+
+    Attributes:
+        is_sum: the user wants the sum over the step, so that nothing is divided.
+        is_constant: each sample weighs the same, whatever its labels.
+    """
+
+    def __init__(
+        self, config: LossConfig, data: DataConfig, dtype: torch.dtype, device: torch.device, like: Outputs
+    ) -> None:
+        """Open the loss and probe it on made-up outputs; `like` has the shapes of the model's output.
+
+        Raises:
+            ConfigError: as `open_loss`, a loss that cannot take such outputs, or one that cannot be summed.
+        """
+        self._task, self._data, self._like = task_of(data), data, like
+        self._dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        self.loss = open_loss(config, self._task, self._dtype, device)
+        self._exact = self.loss
+        if self._dtype is not torch.float64:  # weights and the probe need more digits
+            self._exact = open_loss(config, self._task, torch.float64, device)
+        self.is_sum = self.loss.reduction == "sum"
+        own = getattr(self.loss.function, "weight", None)
+        self._own_weight = own if callable(own) and not isinstance(own, Tensor) else None
+        self.is_constant = self._weighs_samples_equally()
+        self._probe(device)
+
+    def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, summed over its labels and computed in float32 at least."""
+        wide = map_tensors(
+            lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each, outputs
+        )
+        return self._sum(self.loss, wide, labels.to(self._dtype) if labels.is_floating_point() else labels)
+
+    def weight(self, labels: Tensor, like: Outputs | None = None) -> Tensor:
+        """Return the weight of labels, a scalar in float64 on their device, which depends on nothing else.
+
+        `like` has the shapes of the outputs if they are not those of the model.
+        """
+        function = self._exact.function
+        if self._own_weight is not None:
+            return torch.as_tensor(self._own_weight(labels), dtype=torch.float64, device=labels.device)
+        if self.loss.summed is None or self.is_sum:
+            return torch.tensor(float(len(labels)), dtype=torch.float64, device=labels.device)
+        if type(function) in _BY_ELEMENT and self.loss.reduction == "mean":
+            return torch.tensor(float(labels.numel()), dtype=torch.float64, device=labels.device)
+        if isinstance(function, _BY_CLASS) and type(function) in _BY_CLASS and self.loss.reduction == "mean":
+            return _class_weight(function, self._exact.known(labels))
+        return self._ratio(labels, self._like if like is None else like)
+
+    def scores(self, outputs: Outputs) -> Tensor:
+        """Return the scores in a model's output: the tensor of loss.output, or the first one."""
+        is_named = self.loss.config.output is not None
+        return first_tensor(self.loss.part(outputs) if is_named else outputs)
+
+    def mean(self, total: float, weight: float) -> float:
+        """Return the loss over all labels of which `total` is the sum and `weight` the weight."""
+        if self.is_sum:
+            return total
+        return total / weight if weight else math.nan
+
+    def _weighs_samples_equally(self) -> bool:
+        function: Any = self.loss.function
+        if self._own_weight is not None:
+            return False
+        if self.loss.summed is None or self.is_sum or (
+            type(function) in _BY_ELEMENT and self.loss.reduction == "mean"
+        ):  # fmt: skip
+            return True
+        if type(function) not in _BY_CLASS or self._task != "classification":
+            return False
+        return function.weight is None and int(function.ignore_index) < 0
+
+    def _sum(self, loss: Loss, outputs: Outputs, labels: Tensor) -> Tensor:
+        if loss.summed is not None:
+            return loss.summed(loss.part(outputs), loss.known(labels))
+        weight = self.weight(labels)
+        if not float(weight):  # whose mean does not exist
+            return torch.stack([tensor.sum() for tensor in tensors_in(outputs) if tensor.is_floating_point()]).sum() * 0
+        return loss(outputs, labels) * weight.to(self._dtype)
+
+    def _ratio(self, labels: Tensor, like: Outputs, seed: int = 0) -> Tensor:
+        """Return sum / mean on made-up outputs."""
+        assert self._exact.summed is not None
+        labels = labels.double() if labels.is_floating_point() else labels
+        outputs = _made_up(like, len(labels), seed, labels.device)
+        with torch.no_grad():
+            part, known = self._exact.part(outputs), self._exact.known(labels)
+            return self._exact.summed(part, known) / self._exact.function(part, known)
+
+    def _probe(self, device: torch.device) -> None:
+        """Compare made-up samples with two parts of them.
+
+        Raises:
+            ConfigError: the loss fails on such outputs, is no scalar, or is no sum over samples.
+        """
+        key, name, exact = self.loss.key, self.loss.name, self._exact
+        if self.loss.reduction == "none":
+            raise ConfigError(
+                "loss.kwargs", dict(self.loss.config.kwargs), "reduction=none gives no scalar", "use mean"
+            )
+        labels, like = self._made_up_labels(device)
+        outputs = _made_up(like, _SAMPLES, 0, device)
+        found = []
+        try:
+            for part in (slice(None), slice(0, 1), slice(1, None)):
+                some = map_tensors(operator.itemgetter(part), outputs)
+                value = self._sum(exact, some, labels[part])
+                if not isinstance(value, Tensor) or value.numel() != 1 or value.ndim:
+                    raise ConfigError(key, name, f"must give a scalar tensor, gives {_describe(value)}", _ADVICE)
+                found.append((float(value), float(self.weight(labels[part], like))))
+            ratios = [found[0][1]] if exact.summed is None else [float(self._ratio(labels, like, n)) for n in (1, 2)]
+        except ConfigError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(exact.part(outputs)))
+            what = f"cannot take outputs of shape {shapes} and {labels.dtype} labels of shape {tuple(labels.shape)}"
+            raise target_error(key, name, what.replace("torch.", ""), error) from error
+        for whole, first, second in zip(*found, strict=True):
+            if not math.isclose(whole, first + second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+                why = f"{whole:.6g} of {_SAMPLES} samples, {first + second:.6g} of 1 and of the other {_SAMPLES - 1}"
+                raise ConfigError(key, name, f"{_REFUSAL} ({why})", _ADVICE)
+        has_ratio = not self.is_sum and self._own_weight is None and exact.summed is not None
+        if has_ratio and not math.isclose(ratios[0], ratios[-1], rel_tol=_TOLERANCE):
+            raise ConfigError(key, name, f"{_REFUSAL}: its sum / mean depends on the outputs", _ADVICE)
+
+    def _made_up_labels(self, device: torch.device) -> tuple[Tensor, Outputs]:
+        """Return labels of some samples, and the outputs' shapes; of large maps both are cut to a corner."""
+        data, generator = self._data, torch.Generator().manual_seed(0)
+        like = self._like
+        shape: tuple[int, ...] = (_SAMPLES, data.num_classes)
+        if self._task in ("multi_label", "regression"):
+            values = torch.rand(shape, generator=generator, dtype=torch.float64)
+            return (values.round() if self._task == "multi_label" else values).to(device), like
+        shape = (_SAMPLES,) if kind_of(data) == IMAGES else (_SAMPLES, data.length)
+        if self._task == "segmentation":
+            sides = data.height_px, data.width_px
+            tensors = list(tensors_in(like))
+            if max(sides) > _SIDE_PX and all(tuple(tensor.shape[2:]) == sides for tensor in tensors):
+                like = map_tensors(lambda each: each[:, :, :_SIDE_PX, :_SIDE_PX], like)
+                sides = min(sides[0], _SIDE_PX), min(sides[1], _SIDE_PX)
+            shape = (_SAMPLES, *sides)
+        return torch.randint(data.num_classes, shape, generator=generator).to(device), like
+
+
+def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, labels: Tensor) -> Tensor:
+    if labels.is_floating_point():  # shares of each class, (N, classes, ...)
+        return torch.tensor(labels.numel() / labels.shape[1], dtype=torch.float64, device=labels.device)
+    is_known = labels != loss.ignore_index
+    if loss.weight is None:
+        return is_known.sum().double()
+    return loss.weight.double()[labels[is_known]].sum()
+
+
+def _made_up(like: Outputs, num: int, seed: int, device: torch.device) -> Outputs:
+    """Return random outputs of `num` samples, which may be scores or probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(tensor: Tensor) -> Tensor:
+        shape = (num, *tensor.shape[1:])
+        if not tensor.is_floating_point():
+            return torch.zeros(shape, dtype=tensor.dtype, device=device)
+        return (0.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)).to(device)
+
+    return map_tensors(make, like)
+
+
+def _describe(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+class StepWeight:
+    """The weight of all labels of a step, over all ranks that read labels."""
+
+    def __init__(self, loss: SummedLoss, global_batch: int, transport: Transport | None = None) -> None:
+        self._loss, self._global_batch, self._transport = loss, global_batch, transport
+        self.mine = 0.0  # of the labels of this rank
+
+    def __call__(self, labels: Mapping[int, Tensor]) -> float:
+        """Return the weight that a step's sums are divided by, given this rank's labels by micro-batch.
+
+        Collective over the ranks that read labels if it depends on them; 1 on other ranks.
+        """
+        self.mine = 0.0
+        if not labels:
+            return 1.0
+        self.mine = float(torch.stack([self._loss.weight(each) for each in labels.values()]).sum())
+        if self._loss.is_sum:
+            return 1.0
+        if self._loss.is_constant:
+            return self.mine * self._global_batch / sum(map(len, labels.values()))
+        total = np.array([self.mine])
+        if self._transport is not None and self._transport.size > 1:
+            self._transport.sum_in_place(total)
+        return float(total[0])
