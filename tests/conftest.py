@@ -9,6 +9,9 @@ import os
 
 import pytest
 
+# Files of few tests that take minutes: started last, they would leave a worker of pytest-xdist idle.
+FIRST = ("test_mpi.py",)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the workers of pytest-xdist share the cores
 
 
@@ -17,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(name) if (name := item.path.name) in FIRST else len(FIRST))
     every = config.getoption("--every")
     if every > 1:
         config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % every])

@@ -82,9 +82,10 @@ def by_hand(
     return Trace(
         root_attributes(source, "0123456789ab", count, device="cpu"),
         table[np.lexsort((table["start_ns"], table["rank"]))],
-        np.array([(1, begin * MS, over * MS, 8, 0.5, 0, 1)], DTYPES["steps"]),
+        np.array([(1, begin * MS, over * MS, 8, 0.5, 0, 1, np.nan, np.nan)], DTYPES["steps"]),
         np.array(
-            [(r, 1, start * MS, end * MS, 8, 0.5, 0) for r, (start, end) in enumerate(spans)], DTYPES["rank_steps"]
+            [(r, 1, start * MS, end * MS, 8, 0.5, 0, np.nan, np.nan) for r, (start, end) in enumerate(spans)],
+            DTYPES["rank_steps"],
         ),
         schedule_rows=rows,
     )

@@ -23,6 +23,7 @@ STASH_BYTES = 3 << 20
 WEIGHT_BYTES = 5 << 20
 COMPUTE = STREAMS.index("compute")
 LINK = STREAMS.index("link")
+UNKNOWN = (np.nan, np.nan)  # norm of the gradient and learning rate of a step
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,16 @@ class Simulated:
         events = np.array(rows, DTYPES["events"])
         events = events[np.lexsort((events["start_ns"], events["rank"]))]
         steps = [
-            (k, k * span_ns, (k + 1) * span_ns, self.images_per_step, 2.0 / (k + 1), int(k < self.warmup_steps), 1)
+            (
+                k,
+                k * span_ns,
+                (k + 1) * span_ns,
+                self.images_per_step,
+                2.0 / (k + 1),
+                int(k < self.warmup_steps),
+                1,
+                *UNKNOWN,
+            )
             for k in range(self.steps)
         ]
         return Trace(
@@ -147,7 +157,9 @@ def _write_parts(
                 part.add("events", tuple(event))
             step, start_ns, end_ns, images, loss, is_warmup, _ = row.item()
             known = loss if rank == trace.world_size - 1 else float("nan")
-            part.add("rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup))
+            part.add(
+                "rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup, *UNKNOWN)
+            )
             part.add("samples", (rank, end_ns + ahead_ns, -1, (rank + 1) << 20, float("nan"), float("nan")))
             part.flush()
         part.close()

@@ -31,7 +31,7 @@ def leave_parts(folder: RunFolder, steps_of_rank: list[int]) -> None:
                 begin = start + kind * 400_000
                 part.add("events", (rank, step, kind, rank, -1, 0, 0, 0, begin, begin + 400_000, 0, 1 << 20, 0))
             loss = 1.0 / (step + 1) if rank == 0 else float("nan")
-            part.add("rank_steps", (rank, step, start, start + STEP_NS, 8, loss, step == 0))
+            part.add("rank_steps", (rank, step, start, start + STEP_NS, 8, loss, step == 0, np.nan, np.nan))
         part.close()
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> RunFolder:
                 start, kind = begin + number * MS, KINDS.index(action.kind.value)
                 place = (-1 if action.segment is None else action.segment, action.direction, action.micro_batch)
                 part.add("events", (rank, step, kind, action.stage, *place, 0, start, start + MS, 0, 0, 0))
-            part.add("rank_steps", (rank, step, begin, begin + STEP_NS, 8, np.nan, 0))
+            part.add("rank_steps", (rank, step, begin, begin + STEP_NS, 8, np.nan, 0, np.nan, np.nan))
         part.close()
     return made
 

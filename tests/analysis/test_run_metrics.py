@@ -70,7 +70,7 @@ def by_hand(rows: Sequence[tuple[float, ...]], events: Sequence[tuple[int, ...]]
     full = [(*event, 0, 0, 0) for event in events]
     return Trace(
         attributes=root_attributes("measured", "x", 2),
-        steps=np.array([(*row, 1)[:7] for row in rows], DTYPES["steps"]),
+        steps=np.array([(*(*row, 1)[:7], np.nan, np.nan) for row in rows], DTYPES["steps"]),
         events=np.array(full, DTYPES["events"]),
     )
 

@@ -68,7 +68,7 @@ def write(tmp_path: Path) -> Write:
         images, at_ns, steps = replicas * micro_batches * micro_batch_size, 0, []
         for step, time_ms in enumerate(times_ms):
             end_ns = at_ns + round(time_ms * 1e6)
-            steps.append((step, at_ns, end_ns, images, float("nan"), int(step < warmup_steps), 1))
+            steps.append((step, at_ns, end_ns, images, float("nan"), int(step < warmup_steps), 1, np.nan, np.nan))
             at_ns = end_ns
         trace = Trace(
             root_attributes(source, folder.name, partitions * replicas),

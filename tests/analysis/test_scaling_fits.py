@@ -45,7 +45,7 @@ def runs(tmp_path: Path) -> Runs:
             ends_ns = np.cumsum(np.round(np.array(step_s) * 1e9)).astype(int)
             starts_ns = np.concatenate([[0], ends_ns[:-1]])
             rows = [
-                (step, start, end, 16 * number, 1.0, int(step == 0), 1)
+                (step, start, end, 16 * number, 1.0, int(step == 0), 1, np.nan, np.nan)
                 for step, (start, end) in enumerate(zip(starts_ns, ends_ns, strict=True))
             ]
             told = {"git_commit": "abc", "versions": ["gems 0.1"], "hostnames": ["n0"], "clock_error_ns": [7, 9]}
