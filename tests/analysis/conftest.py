@@ -155,7 +155,7 @@ def _write_parts(
                 event["start_ns"] += ahead_ns
                 event["end_ns"] += ahead_ns
                 part.add("events", tuple(event))
-            step, start_ns, end_ns, images, loss, is_warmup, _ = row.item()
+            step, start_ns, end_ns, images, loss, is_warmup, *_ = row.item()
             known = loss if rank == trace.world_size - 1 else float("nan")
             part.add(
                 "rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup, *UNKNOWN)
