@@ -51,7 +51,7 @@ def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
     return {
         "source": "predicted", "model": title_of(spec.model), "height_px": spec.data.height_px,
         "width_px": spec.data.width_px, "micro_batch_size": spec.parallel.micro_batch_size,
-        "dtype": spec.train.dtype, "machine": spec.machine.name, "devices": devices.num,
+        "dtype": spec.train.layer_dtype, "machine": spec.machine.name, "devices": devices.num,
         "link_latency_s": devices.latency_s, "link_bytes_per_s": 1 / devices.s_per_byte if devices.s_per_byte else None,
         "limit_bytes": devices.limit_bytes, "contention": devices.has_contention, "operators": graph.num_ops,
         "pieces": found.num_pieces,

@@ -375,6 +375,11 @@ class TrainConfig:
         """Type in which layers compute, and of the messages between stages."""
         return PRECISIONS[self.precision][1]
 
+    @property
+    def layer_dtype(self) -> str:
+        """The one type of parameters and computation, or the name of a mixed precision; what a profile is of."""
+        return self.dtype if self.dtype == self.compute_dtype else self.precision
+
 
 @dataclass(slots=True)
 class StudyConfig:

@@ -13,7 +13,7 @@ from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:

@@ -246,7 +246,10 @@ class Executor:
         return (self._batch.images[_micro_batch(action)],) if found is None else found
 
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self._sums.loss_gradient(self._weight),) if self._ends_in_loss(action) else received
+        if not self._ends_in_loss(action):
+            return received
+        gradient = self._sums.loss_gradient(self._weight)
+        return (gradient if self._update is None else gradient * self._update.loss_scale,)
 
     def _put_gradients(self, action: Action, gradients: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> None:
         if action.stage or self.router.stays_in_stage(action):

@@ -32,6 +32,7 @@ from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_ti
 from gems.engine.transport.staging import open_staging
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
+from gems.models.mixed import Precision
 from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
@@ -123,11 +124,11 @@ def build_pipeline(
         torch.backends.cudnn.benchmark = bool((plan.counters or {})["cudnn_benchmark"])
     parallel, placement = spec.parallel, schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
-    dtype = DTYPES[spec.train.dtype]
+    dtype, precision = DTYPES[spec.train.dtype], Precision.of(spec.train.precision)
     if placement.feeders is None:
         boundaries = boundaries or partition_model(spec, schedule).boundaries
     stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
-    output_specs = stage_modules.output_specs(spec, dtype)
+    output_specs = stage_modules.output_specs(spec, precision)
     num_sharers = ranks_here(comm)
     hang_timeout_s, spin_s = spec.train.hang_timeout_s, spin_time_s(num_sharers)
     reduce_timer_slack()
@@ -141,7 +142,7 @@ def build_pipeline(
     channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     mine = placement.stages_on(rank)
     built = [
-        stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, dtype, device)
+        stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, precision, device)
         for direction in range(placement.num_directions)
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
@@ -177,7 +178,7 @@ def build_pipeline(
         loss=loss, step_weight=step_weight, update=update, segments=segments,
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
-    evaluation_specs = stage_modules.output_specs(spec, dtype, training=False)
+    evaluation_specs = stage_modules.output_specs(spec, precision, training=False)
     evaluation_channels = P2PChannels(forward, rank, evaluation_specs, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
     seed_generators(device, spec.seed, replica, rank)

@@ -14,6 +14,7 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
 from gems.models.build import as_tuple, tensors_in
+from gems.models.mixed import low_copies
 
 Loss = Callable[[Any], Tensor]  # of what the last layer gives: a tensor, or tensors in tuples, lists and dicts
 StageKey = tuple[int, int]  # direction, stage
@@ -137,10 +138,11 @@ class Stage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, of gradients of the same size unless they are frozen, and of buffers."""
+        """Bytes of parameters, of gradients of the same size unless they are frozen, of low copies and of buffers."""
         parameters = list(self.modules.parameters())
         gradients = tensor_bytes(parameter for parameter in parameters if parameter.requires_grad)
-        return tensor_bytes(parameters) + gradients + tensor_bytes(self.modules.buffers())
+        others = [*self.modules.buffers(), *low_copies(self.modules)]
+        return tensor_bytes(parameters) + gradients + tensor_bytes(others)
 
     @property
     def num_in_flight(self) -> int:
@@ -148,7 +150,7 @@ class Stage:
         return len(self._stash) + len(self._deferred)
 
     def _known(self, more: Iterable[Tensor]) -> list[Tensor]:
-        return [*more, *self.modules.parameters(), *self.modules.buffers()]
+        return [*more, *self.modules.parameters(), *self.modules.buffers(), *low_copies(self.modules)]
 
     def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
         return nullcontext() if deferred is None else self.split_layers().defer_to(deferred)

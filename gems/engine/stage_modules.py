@@ -13,7 +13,18 @@ from gems.config.schema import RunSpec
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
 from gems.models.blocks.chain import operator_module
-from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec, model_output
+from gems.models.build import (
+    Dtype,
+    TensorSpec,
+    as_precision,
+    as_tuple,
+    boundary_shapes,
+    build_layer,
+    build_layers,
+    input_spec,
+    model_output,
+)
+from gems.models.mixed import Precision, compute_in
 from gems.models.steps import Operator, operators_of
 from gems.schedule.placement import Placement
 
@@ -49,7 +60,7 @@ class StageModules:
         return [NumberedLayer(first + i, names[i], module) for i, module in enumerate(modules)]
 
     def build(
-        self, stages: Iterable[int], seed: int, dtype: torch.dtype, device: torch.device | str
+        self, stages: Iterable[int], seed: int, dtype: Dtype, device: torch.device | str
     ) -> dict[int, nn.ModuleList]:
         """Build the modules of stages; parameters depend on seed and layer alone, wherever they are built."""
         if not self.operators:
@@ -60,14 +71,15 @@ class StageModules:
                 for stage in stages
             }
         built: dict[int, nn.ModuleList] = {}
-        whole: nn.Module = nn.Identity()
+        precision, whole = as_precision(dtype), nn.Module()
         last: int | None = None
         for stage in sorted(stages):
             operator = self.operators[stage]
             if operator.layer != last:
                 last = operator.layer
-                whole = build_layer(self.layers[last], last, seed, dtype, device)
-            built[stage] = nn.ModuleList([operator_module(operator, whole)])
+                whole = build_layer(self.layers[last], last, seed, precision.parameters, device)
+            part = operator_module(operator, whole)
+            built[stage] = nn.ModuleList([part if device == "meta" else compute_in(part, precision)])
         return built
 
     def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
@@ -77,15 +89,15 @@ class StageModules:
         return model_output(self.layers[-1], shapes[-1], dtype)
 
     def output_specs(
-        self, spec: RunSpec, dtype: torch.dtype, training: bool = True
+        self, spec: RunSpec, precision: Precision, training: bool = True
     ) -> Sequence[tuple[TensorSpec, ...]]:
         """Return the output tensors of each stage except the last, of one micro-batch."""
-        given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
+        given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
         if not self.operators:
-            shapes = boundary_shapes(self.layers, given.shape, dtype, given.dtype, training)
+            shapes = boundary_shapes(self.layers, given.shape, precision, given.dtype, training)
             return [shapes[boundary - 1] for boundary in self.boundaries[1:-1]]
         start = (torch.empty(given.shape, dtype=given.dtype, device="meta"),)
-        modules = self.build(range(len(self.operators)), 0, dtype, "meta")
+        modules = self.build(range(len(self.operators)), 0, precision.parameters, "meta")
         outputs: list[tuple[torch.Tensor, ...]] = []
         with torch.no_grad():
             for stage, operator in enumerate(self.operators[:-1]):
@@ -93,7 +105,11 @@ class StageModules:
                 outputs.append(as_tuple(modules[stage].eval()[0](*inputs)))
         return [
             tuple(
-                TensorSpec(f"{operator.name}.{index}", tuple(tensor.shape), tensor.dtype)
+                TensorSpec(
+                    f"{operator.name}.{index}",
+                    tuple(tensor.shape),
+                    precision.compute if tensor.dtype is precision.parameters else tensor.dtype,
+                )
                 for index, tensor in enumerate(tensors)
             )
             for operator, tensors in zip(self.operators[:-1], outputs, strict=True)

@@ -175,7 +175,7 @@ def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, i
     num_validation, num_train = comm.bcast(counts)
     loader = BatchLoader(
         spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
-        DTYPES[spec.train.dtype], pipeline.device, first_step,
+        DTYPES[spec.train.compute_dtype], pipeline.device, first_step,
     )  # fmt: skip
     return loader, num_validation, num_train
 

@@ -9,7 +9,7 @@ from gems.config.schema import RunSpec
 from gems.launch.scratch_run import run_program
 
 STEPS = 2
-TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0, "bf16_mixed": 0.02, "fp16_mixed": 0.02}
 COMPARE = "gems.engine.verification.compare"
 
 

@@ -17,6 +17,9 @@ from gems.config.schema import DataConfig
 from gems.data import IMAGES, kind_of, sample_shape
 from gems.models.imported.parts import release
 from gems.models.layer import Layer
+from gems.models.mixed import Precision, compute_in
+
+Dtype = torch.dtype | Precision  # of parameters and computation, or of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +37,29 @@ class TensorSpec:
 
 
 def build_layer(
-    layer: Layer, index: int, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    layer: Layer, index: int, seed: int, dtype: Dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> nn.Module:
     """Build the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
 
     Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the model, any rank
     and both directions get the same values, and no dtype or device changes them but by rounding, for they are drawn
-    in float32 on the host. The global random state is left as it was.
+    in float32 on the host. The global random state is left as it was. A layer of mixed precision computes and returns
+    the low type; without memory it does not.
     """
+    precision = as_precision(dtype)
     module_name, _, class_name = layer.target.partition(":")
     construct = partial(getattr(importlib.import_module(module_name), class_name), **dict(layer.options))
     module: nn.Module
     if torch.device(device).type == "meta":
         with torch.device("meta"):
             module = construct()
-        return module.to(dtype)
+        return module.to(precision.parameters)
     state = np.random.SeedSequence((seed, 0 if layer.is_part else index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
         torch.default_generator.manual_seed(int(state[0]))
         module = construct()
-    return module.to(device=device, dtype=dtype)
+    return compute_in(module.to(device=device, dtype=precision.parameters), precision)
 
 
 def build_layers(
@@ -62,7 +67,7 @@ def build_layers(
     first: int,
     last: int,
     seed: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[nn.Module]:
     """Build layers[first:last], each as `build_layer` with its index in the whole model."""
@@ -81,28 +86,36 @@ def input_spec(data: DataConfig, micro_batch_size: int, dtype: torch.dtype = tor
 def boundary_shapes(
     layers: Sequence[Layer],
     input_shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
+    dtype: Dtype = torch.float32,
     input_dtype: torch.dtype | None = None,
     training: bool = True,
 ) -> list[tuple[TensorSpec, ...]]:
     """Return, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
 
-    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another (tokens: int64).
+    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another (tokens: int64). In mixed
+    precision layers hand on the low type.
 
     The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
     run once. A layer's tensors are named after it, with a number when it gives several, or as its module's
     `output_names` says; the parts of a user's network may give others when they are not `training`.
     """
-    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), input_dtype or dtype),)
+    wide, low = as_precision(dtype)
+    given = wide if input_dtype in (None, low) else input_dtype
+    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), given or wide),)
     seen: dict[tuple[object, ...], tuple[TensorSpec, ...]] = {}
     out: list[tuple[TensorSpec, ...]] = []
     for layer in layers:
         key = (layer.target, layer.options, tuple((spec.shape, spec.dtype) for spec in specs))
         if key not in seen:
-            seen[key] = _outputs(layer, specs, dtype, training)
+            seen[key] = _outputs(layer, specs, wide, training)
         specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in seen[key])
         out.append(specs)
-    return out
+    return [tuple(replace(spec, dtype=low if spec.dtype is wide else spec.dtype) for spec in specs) for specs in out]
+
+
+def as_precision(dtype: Dtype) -> Precision:
+    """Return a precision, of a dtype that of parameters and computation."""
+    return dtype if isinstance(dtype, Precision) else Precision(dtype, dtype)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from gems.schedule import FAMILIES
 MAX_VALUES = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "bf16_mixed": 4, "fp16_mixed": 4}  # of a parameter
 
 
 @dataclass(frozen=True, slots=True)

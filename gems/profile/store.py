@@ -63,7 +63,7 @@ def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: 
 
 def subject_of(spec: RunSpec) -> dict[str, Any]:
     """Return the subject of a resolved run's profile."""
-    return subject(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype)
+    return subject(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype)
 
 
 def is_fake(profile: ProfileConfig) -> bool:

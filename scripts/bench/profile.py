@@ -53,7 +53,7 @@ def measured_stage(
     """Run so many forwards of a stage, then their backwards, and return the most that was allocated and reserved."""
     spec, device = _model_run(model, side_px, kind), torch.device(kind)
     layers = layers_of(spec.model, spec.data)
-    dtype: torch.dtype = getattr(torch, spec.train.dtype)
+    dtype: torch.dtype = getattr(torch, spec.train.layer_dtype)
     given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
     shapes = boundary_shapes(layers, given.shape, dtype, given.dtype)
     inputs, outputs = shapes[first - 1] if first else (given,), shapes[end - 1]
@@ -87,7 +87,7 @@ def model_rows(model: str, side_px: int, device: str, source: str) -> Iterator[d
     """Yield the rows of one model at one size: a stage and a number of micro-batches in flight each."""
     spec = _model_run(model, side_px, device)
     take = measured_profile if source == "measured" else fake_profile
-    taken = take(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
+    taken = take(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, spec.machine)
     if device == "cuda":
         torch.cuda.empty_cache()
     spans, cut = Spans(taken), even(taken.num_layers, NUM_STAGES)

@@ -96,7 +96,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
     for made in (compute, halved(compute, delay)):
         values: list[dict[str, torch.Tensor]] = []
 
-        def keep(ours, reference, values=values):
+        def keep(ours, reference, floor, values=values):
             values.append({name: value.clone() for name, value in ours.items()})
             return 0.0, ""
 
@@ -210,3 +210,22 @@ def test_clipping_average_and_schedule_over_20_steps(comm, schedule, monkeypatch
     check(comm, make_spec(schedule, 2, 2, **CLIPPED))
     assert len(norms) == 20 and min(norms) < 0.9 < max(norms)
     assert comm.allgather(norms) == [norms] * comm.size
+
+
+MIXED = [
+    ("1f1b", 4, 1, {"model__depth": 20}),
+    ("zb_h1", 4, 1, {"model__depth": 20, "model__norm": "group"}),
+    ("gems_master", 2, 2, {"train__max_grad_norm": 0.9, "train__ema_decay": 0.9}),
+    ("zb_h1", 2, 2, {"memory__name": "recompute", "memory__recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
+@pytest.mark.parametrize(("schedule", "partitions", "replicas", "changes"), MIXED)
+def test_mixed_precision_computes_as_one_process(comm, schedule, partitions, replicas, changes, precision):
+    """Messages have 16 bits, gradients 32; bytes are as predicted, weights are copied once, and I and W are split."""
+    spec = make_spec(schedule, partitions, replicas, train__precision=precision, **changes)
+    difference = compare(spec, comm, torch.device("cpu"))
+    assert difference.dtype == precision and difference.unsplit_layers == ()
+    assert difference.max_rel_error <= 1e-5, difference
+    assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference

@@ -421,3 +421,36 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
         pipeline.train.run(2, good)
         assert not pipeline.update.has_failed and math.isfinite(pipeline.update.grad_norm)
         assert any(not torch.equal(before[name], value) for name, value in state().items())
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+
+def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
+    """Return what 200 steps of Adam change in the weights of the pipeline, on rank 0 of its stage."""
+    spec = make_spec(
+        "1f1b", 2, 1, train__precision=precision, train__steps=steps, optimizer__name="adam", optimizer__lr=1e-5
+    )
+    pipeline = build_pipeline(spec, comm, CPU)
+    parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
+    before = torch.cat([p.detach().double().reshape(-1) for p in parameters])
+    pipeline.set_training(True)
+    dtype = {"float32": torch.float32}.get(precision, torch.bfloat16)
+    with closing(BatchLoader(
+        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
+        pipeline.label_micro_batches, dtype, CPU,
+    )) as loader:  # fmt: skip
+        for step in range(steps):
+            pipeline.train.run(step, loader.batch(step))
+    return torch.cat([p.detach().double().reshape(-1) for p in parameters]) - before
+
+
+def test_mixed_precision_learns_in_small_steps_and_pure_bfloat16_does_not(comm):
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    full, mixed, pure = (updates_of(part, precision) for precision in ("float32", "bf16_mixed", "bf16_pure"))
+    norms = [math.sqrt(sum(part.allgather(float(update.square().sum())))) for update in (full, mixed)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    changed = [sum(part.allgather(int((u != 0).sum()))) / sum(part.allgather(len(u))) for u in (full, mixed, pure)]
+    assert min(changed[:2]) > 0.99 and changed[2] < 0.2, changed

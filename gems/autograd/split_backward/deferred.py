@@ -44,8 +44,8 @@ class Target:
         return id(self.parameter), self.start
 
     def add(self, gradient: Tensor) -> None:
-        """Add to the parameter's gradient in place, as autograd does."""
-        parameter = self.parameter
+        """Add to the parameter's gradient in place, as autograd does; of a low copy to that of the weight."""
+        parameter = getattr(self.parameter, "master", self.parameter)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         where = parameter.grad

@@ -88,13 +88,26 @@ def _run(layers: SplitLayers, name: str, module: nn.Module, split: Forward, *arg
     """Run one layer, split if that is asked for and possible."""
     deferred = layers._deferred
     if deferred is not None and torch.is_grad_enabled():
-        # under autocast the weight's gradient passes through a cast
-        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        made = None if is_cast else split(deferred, name, module, *args, **kwargs)
+        cast = _cast_for(module, args)
+        made = None if cast is None else split(deferred, name, module, *cast, **kwargs)
         if made is not None:
             return made
         layers._unsplit.add(name)
     return type(module).forward(module, *args, **kwargs)
+
+
+def _cast_for(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return arguments as autocast would give them to a product.
+
+    None if it would cast the weight too, whose gradient then passes through the cast.
+    """
+    device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device) or isinstance(module, nn.Embedding):
+        return args
+    low = torch.get_autocast_dtype(device)
+    if any(parameter.dtype is torch.float32 for parameter in _own_parameters(module)):
+        return None
+    return tuple(arg.to(low) if isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 else arg for arg in args)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

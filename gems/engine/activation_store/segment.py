@@ -24,6 +24,7 @@ from gems.engine.stage import Loss, Stage, StageKey, Stash, gradient_edges, run_
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.models.mixed import low_copies
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
@@ -357,7 +358,11 @@ def open_segments(
     where, is_gpu = f"rank {rank}", device.type == "cuda"
     pool = HostPool(PinnedMemory(where) if is_gpu else None, where, host_limit_bytes)
     copier = CudaCopier(device) if is_gpu else CpuCopier()
-    tensors = (t for stage in stages.values() for t in chain(stage.modules.parameters(), stage.modules.buffers()))
+    tensors = (
+        tensor
+        for stage in stages.values()
+        for tensor in chain(stage.modules.parameters(), stage.modules.buffers(), low_copies(stage.modules))
+    )
     min_bytes = min_offload_bytes if plan is None else plan.least_bytes
     store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes)
     by_key: dict[SegmentKey, StoredSegment] = {}

@@ -1,7 +1,8 @@
 """The state of a rank: its tensors and their names, copied to the host, and restored into any partition.
 
 In a shard they are named `parameters/LAYER/KEY`, `average/LAYER/KEY`, `buffers/LAYER/KEY`, `optimizer/SLOT/LAYER/KEY`
-and, for a buffer that may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses` and `schedule`.
+and, for a buffer that may differ from copy to copy, `copies/DIRECTION/LAYER/KEY`. Rank 0 has `losses`, `schedule`
+and `loss_scale`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gems.engine.pipeline import Pipeline
 from gems.engine.stage import StageKey
 from gems.errors import ConfigError
 
-LOSSES, SCHEDULE = "losses", "schedule"
+LOSSES, SCHEDULE, LOSS_SCALE = "losses", "schedule", "loss_scale"
 NUMBER = ":number"  # after the name of a slot that is no tensor
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -62,6 +63,8 @@ def state_tensors(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Tens
     averages = {} if update.average is None else update.average.by_parameter()
     if mine == 0:
         early[SCHEDULE] = update.schedule.state()
+        if update.scale is not None:
+            early[LOSS_SCALE] = update.scale.state()
     for (direction, _), name, part, module in _layers(pipeline):
         if owners[part] == mine:
             early |= {f"buffers/{name}/{key}": buffer for key, buffer in module.named_buffers()}
@@ -131,6 +134,8 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> list[
             np.random.seed(seeds[1])
             random.seed(seeds[2])
         losses = [float(loss) for loss in shards.tensor(0, LOSSES)] if pipeline.comm.rank == 0 else []
+        if update.scale is not None and LOSS_SCALE in shards.names(0):
+            update.scale.restore(shards.tensor(0, LOSS_SCALE))
         schedule = shards.tensor(0, SCHEDULE) if SCHEDULE in shards.names(0) else None
     groups = update.optimizer.state_dict()["param_groups"]
     update.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})

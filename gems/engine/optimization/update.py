@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gems.config.schema import TrainConfig
 from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.loss_scale import LossScale
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import state_bytes
 from gems.engine.stage import StageKey
@@ -27,12 +28,14 @@ class Update:
 
     The sums of squared gradients of all ranks of a pipeline, and the number of losses that are not finite, travel in
     one small message to every rank of the run. Each entry of it comes from one rank, so that its sum has the same bits
-    everywhere, and all copies of a stage scale, skip or stop alike.
+    everywhere, and all copies of a stage scale, skip or stop alike. In float16 a gradient that overflows skips the step
+    and halves the loss scale, and is no failure until the scale is 1.
 
     Attributes:
         grad_norm: norm of the gradient over all stages in the last step, before clipping; NaN if no message was needed.
         learning_rate: the largest of the groups in the last step.
         has_failed: the last step was not finite, and the weights are those before it.
+        scale: the loss scale of float16, None in other precisions.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class Update:
         self._on_nonfinite, self._max_norm = train.on_nonfinite, train.max_grad_norm
         self._control, self._rank, self._replica = control, rank, replica
         self._counted = sorted({stage for direction, stage in modules if direction == 0})
-        self._needs_message = self._on_nonfinite != IGNORE or self._max_norm is not None
+        self.scale = LossScale.for_precision(train.precision)
+        self._has_overflowed = False
+        self._needs_message = self._on_nonfinite != IGNORE or self._max_norm is not None or self.scale is not None
         self._message = np.zeros(num_ranks + 1)  # squared norms by rank of a pipeline, and losses that are not finite
         self._buffers = [buffer for module in modules.values() for buffer in module.buffers()]
         self._before: list[Tensor] = []
@@ -66,12 +71,13 @@ class Update:
         self.gradients.zero()
         if self.average is not None:
             self.average.values()
-        if self._on_nonfinite == SKIP:
+        if self._on_nonfinite == SKIP or self.scale is not None:
             self._before = [buffer.clone() for buffer in self._buffers]
 
     def reduce(self, losses: Collection[Tensor]) -> None:
         """Sum gradients over all copies, and agree on their norm; `losses` are those of this rank; collective."""
         self.gradients.reduce()
+        self.gradients.scale(1 / self.loss_scale)
         if not self._needs_message or self._is_repeated:
             return
         self._message[:] = 0
@@ -80,14 +86,16 @@ class Update:
         self._message[-1] = bool(losses) and not bool(torch.isfinite(torch.stack(list(losses))).all())
         self._control.sum_in_place(self._message)
         self.grad_norm = math.sqrt(self._message[:-1].sum())
-        self.has_failed = bool(self._message[-1]) or not math.isfinite(self.grad_norm)
+        is_lost, is_finite = bool(self._message[-1]), math.isfinite(self.grad_norm)
+        self._has_overflowed = self.scale is not None and self.scale.can_shrink and not is_lost and not is_finite
+        self.has_failed = (is_lost or not is_finite) and not self._has_overflowed
 
     def step(self) -> None:
         """Change the weights, their average and the learning rate, unless the step has failed."""
         if self._is_repeated:
             return
         self.learning_rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        if self.has_failed and self._on_nonfinite == SKIP:
+        if self._has_overflowed or (self.has_failed and self._on_nonfinite == SKIP):
             for buffer, value in zip(self._buffers, self._before, strict=True):
                 buffer.copy_(value)
         elif not self.has_failed or self._on_nonfinite == IGNORE:
@@ -96,8 +104,15 @@ class Update:
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()
+        if self.scale is not None:
+            self.scale.update(not self._has_overflowed)
         self.schedule.step()
         self._before = []
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss whose gradients are added up; 1 without a loss scale."""
+        return 1.0 if self.scale is None else self.scale.value
 
     @property
     def stops(self) -> bool:

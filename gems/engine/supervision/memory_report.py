@@ -63,7 +63,9 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
         profile = (
             read_document(path)
             if path is not None and path.exists()
-            else fake_profile(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
+            else fake_profile(
+                spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, spec.machine
+            )
         )
         optimizer = OPTIMIZERS[optimizer_name(spec)]
         walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))

@@ -23,6 +23,7 @@ from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
 from gems.engine.loss import Loss, open_loss
 from gems.engine.optimization.gradients import running_statistics
+from gems.engine.optimization.loss_scale import LossScale
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
@@ -35,12 +36,14 @@ from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers, map_tensors, tensors_in
+from gems.models.mixed import Precision
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
 from gems.utils.logs import set_up_rank_logging
 
-FLOOR = 1e-9  # of the largest value of its kind, with which smaller tensors are compared
+FLOOR = 1e-9  # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their spacing
+FLOOR_ABOVE = 1e-4
 Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
 
 
@@ -61,9 +64,9 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     A copy of the model is a direction of a replica. Running statistics start each step equal in all copies, advance
     with each copy's micro-batches, and end as the mean over copies.
     """
-    dtype = DTYPES[spec.train.dtype]
+    dtype, precision = DTYPES[spec.train.compute_dtype], Precision.of(spec.train.precision)
     layers = layers_of(spec.model, spec.data)
-    modules = build_layers(layers, 0, len(layers), spec.seed, dtype, device)
+    modules = build_layers(layers, 0, len(layers), spec.seed, precision, device)
     model = nn.ModuleList(modules)
     names = [layer.name for layer in layers]
     numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
@@ -73,6 +76,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     parameters = list(trained(model.parameters()))
     schedule_of_rates = LrSchedule(spec, optimizer, dataset.num_train)
     averages = [parameter.detach().clone() for parameter in parameters]
+    scale = LossScale.for_precision(spec.train.precision)
     statistics = running_statistics(model)
     loss_dtype = dtype if dtype is torch.float64 else torch.float32
     loss = open_loss(spec.loss, task_of(spec.data), loss_dtype, device)
@@ -90,7 +94,16 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         total = [torch.zeros_like(parameter) for parameter in parameters]
         slices = _copier(spec, schedule)
         copies = [list(_micro_batches(spec, dataset, step, each, dtype, device)) for each in slices]
-        gradients = iter(_loss_gradients(loss, model, forward, [each for copy in copies for each in copy], loss_dtype))
+        gradients = iter(
+            _loss_gradients(
+                loss,
+                model,
+                forward,
+                [each for copy in copies for each in copy],
+                loss_dtype,
+                1.0 if scale is None else scale.value,
+            )
+        )
         for batches in copies:
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
@@ -111,17 +124,28 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         for buffer, value in zip(statistics, mean, strict=True):
             buffer.copy_(value)
         for parameter, gradient in zip(parameters, total, strict=True):
-            parameter.grad = gradient
-        if spec.train.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, spec.train.max_grad_norm)
-        optimizer.step()
+            parameter.grad = gradient if scale is None else gradient / scale.value
+        has_overflowed = scale is not None and not all(bool(gradient.isfinite().all()) for gradient in total)
+        if scale is not None:
+            scale.update(not has_overflowed)
+        decay = spec.train.ema_decay
+        if has_overflowed:
+            for buffer, value in zip(statistics, start, strict=True):
+                buffer.copy_(value)
+        else:
+            if spec.train.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, spec.train.max_grad_norm)
+            optimizer.step()
+            if decay is not None:
+                averages = [
+                    decay * mean + (1 - decay) * parameter.detach()
+                    for mean, parameter in zip(averages, parameters, strict=True)
+                ]
         schedule_of_rates.step()
         found = collect_values(zip(names, modules, strict=True))
-        if (decay := spec.train.ema_decay) is not None:
-            averages = [
-                decay * mean + (1 - decay) * parameter.detach()
-                for mean, parameter in zip(averages, parameters, strict=True)
-            ]
+        if has_overflowed:
+            found[1].clear()  # gradients that nobody uses
+        if decay is not None:
             found[0].update(_averages(zip(names, modules, strict=True), dict(zip(parameters, averages, strict=True))))
         yield found
 
@@ -132,8 +156,9 @@ def _loss_gradients(
     forward: Callable[[Tensor], Any],
     batches: Sequence[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
+    scale: float,
 ) -> list[list[Tensor | None]]:
-    """Return the gradients of one loss over all micro-batches together, for the tensors of each one's output.
+    """Return the gradients of one loss, times `scale`, over all micro-batches together: by output and its tensors.
 
     The loss is called once, as its class would be. The model, which runs without a graph, is left as it was.
     """
@@ -148,7 +173,7 @@ def _loss_gradients(
     whole = map_tensors(lambda _: _wide(next(joined)), outputs[0])
     labels = torch.cat([each for _, each in batches])
     value = loss(whole, labels.to(dtype) if labels.is_floating_point() else labels)
-    torch.autograd.backward(value)
+    torch.autograd.backward(value * scale)
     return [[leaf.grad for leaf in of_one] for of_one in leaves]
 
 
@@ -198,17 +223,19 @@ def _micro_batches(
         yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)
 
 
-def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+def relative_error(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], floor: float = FLOOR
+) -> tuple[float, str]:
     """Return the largest of max |a - b| / max |b| over the tensors of `ours`, and the name of that tensor.
 
-    A tensor that is zero except for rounding, such as a bias before a normalisation, is compared with FLOOR times the
+    A tensor that is zero except for rounding, such as a bias before a normalisation, is compared with `floor` times the
     largest value in all of `reference`.
     """
     if not ours:
         return 0.0, ""
-    floor = FLOOR * max(float(value.abs().max()) for value in reference.values())
+    least = floor * max(float(value.abs().max()) for value in reference.values())
     errors = {
-        name: float((value - reference[name]).abs().max()) / max(float(reference[name].abs().max()), floor, 1e-300)
+        name: float((value - reference[name]).abs().max()) / max(float(reference[name].abs().max()), least, 1e-300)
         for name, value in ours.items()
     }
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
@@ -228,11 +255,13 @@ def compare(
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     loader = BatchLoader(
         spec, open_dataset(spec.data, spec.seed) if reads else None, pipeline.replica, pipeline.image_micro_batches,
-        pipeline.label_micro_batches, DTYPES[spec.train.dtype], device,
+        pipeline.label_micro_batches, DTYPES[spec.train.compute_dtype], device,
     )  # fmt: skip
     pipeline.set_training(True)
     reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None
     worst = [(0.0, "")] * 3
+    spacing = torch.finfo(DTYPES[spec.train.compute_dtype]).eps
+    floor = spacing if spacing > FLOOR_ABOVE else FLOOR
     for step in range(spec.train.steps):
         pipeline.train.run(step, loader.batch(step))
         found = None if reference is None else next(reference)
@@ -244,7 +273,9 @@ def compare(
             if average is not None:
                 mine[0].update(_averages(pipeline.named_layers(key), average.by_parameter()))
             for kind, values in enumerate(mine):
-                error, name = relative_error(values, expected[kind])
+                if kind == 1 and not expected[kind]:
+                    continue
+                error, name = relative_error(values, expected[kind], floor)
                 where = f"{name} at rank {comm.rank}, step {step}"
                 worst[kind] = max(worst[kind], (error, where), key=_by_error)
     loader.close()
@@ -252,7 +283,7 @@ def compare(
     parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
     return Verification(
-        spec.train.dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
+        spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
         **memory_report(pipeline),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of, title_of
 from gems.models.build import input_spec
+from gems.models.mixed import Precision
 from gems.profile.model_profile import LayerProfile, ModelProfile, Saved, counted, product_bytes_of, stash_of
 from gems.profile.profilers.layer_run import Gradient, Gradients, LayerCall, Layout, Loss, Times, training_loss
 from gems.profile.profilers.live_bytes import Workspace
@@ -110,7 +111,7 @@ def profile_model(
     facts: dict[str, Any],
 ) -> ModelProfile:
     """Return the profile of a model on micro-batches of one shape."""
-    given = given_tensors(data, micro_batch_size, getattr(torch, dtype), torch.device("meta"))
+    given = given_tensors(data, micro_batch_size, Precision.of(dtype).compute, torch.device("meta"))
     shape = (data.height_px, data.width_px, micro_batch_size)
     layers = profile_chain(layers_of(model, data), given, lab)
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)

@@ -8,6 +8,7 @@ results once; a view takes no time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +23,16 @@ from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
-from gems.models.build import as_tuple, build_layer, tensors_in
+from gems.models.build import Dtype, as_precision, as_tuple, build_layer, tensors_in
+from gems.models.mixed import Precision, compute_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, training_loss
 from gems.profile.profilers.live_bytes import workspace_of
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
+_ATEN = torch.ops.aten
+_NORMS = {_ATEN.native_batch_norm: 1, _ATEN.native_group_norm: 1, _ATEN.native_layer_norm: 2}  # place of the weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,17 @@ class Rates:
         return max(flops / self.flops_per_s, moved_bytes / self.memory_bytes_per_s)
 
 
-def rates_of(machine: MachineConfig, dtype: torch.dtype) -> Rates:
+def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
     """Return the rates of a configured machine: the datasheet's, times the share that kernels reach.
 
-    Raises ConfigError if no rate for bfloat16 is given.
+    In mixed precision a machine without a rate for 16 bits has that of float32. Raises ConfigError if no rate for
+    bfloat16 is given.
     """
+    parameters, dtype = as_precision(dtype)
+    if parameters is not dtype and machine.bfloat16_flops_per_s is None:
+        dtype = parameters
     peak = machine.flops_per_s
-    if dtype is torch.bfloat16:
+    if dtype in (torch.bfloat16, torch.float16):  # devices compute both at one rate
         if machine.bfloat16_flops_per_s is None:
             raise ConfigError(
                 "machine.bfloat16_flops_per_s", "null", f"must be given, machine {machine.name} has none",
@@ -154,23 +162,46 @@ def fake_profile(
     With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device. Raises ConfigError if the
     model does not exist, or the machine has no rate for the dtype.
     """
-    rates = rates_of(machine, getattr(torch, dtype))
-    lab = fake_lab(machine, getattr(torch, dtype))
+    precision = Precision.of(dtype)
+    rates, lab = rates_of(machine, precision), fake_lab(machine, precision)
     whole = {"peak_bytes": _whole_peak_bytes(model, data, micro_batch_size, dtype, lab)} if has_whole else {}
     facts = {**whole, "flops_per_s": rates.flops_per_s, "memory_bytes_per_s": rates.memory_bytes_per_s}
     return profile_model(model, data, micro_batch_size, dtype, lab, machine.name, "fake", facts)
 
 
-def fake_lab(machine: MachineConfig, dtype: torch.dtype) -> Lab:
+class FakeWithNorms(AbstractContextManager[None]):
+    """Fake tensors whose norms keep the mean and deviation of 16-bit inputs in float32, as real ones do."""
+
+    class _Norms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            place = _NORMS.get(func._overloadpacket)
+            if place is not None and args[place] is not None and args[place].dtype is torch.float32:
+                return (made[0], *(value.float() for value in made[1:]))
+            return made
+
+    def __init__(self) -> None:
+        self._modes: tuple[Any, Any] = FakeTensorMode(), self._Norms()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+
+def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
     """Return what runs layers on fake tensors, with the times of a machine; raises ConfigError as `rates_of`."""
-    mode = FakeTensorMode()
+    mode: Any = FakeWithNorms() if precision.is_mixed else FakeTensorMode()
 
     def build(layer: Layer, _: int) -> nn.Module:
-        module = on_meta(layer, dtype)
+        module = on_meta(layer, precision.parameters)
         with mode:
-            return made_fake(module)
+            return compute_in(made_fake(module), precision)
 
-    times = partial(roofline_times, rates=rates_of(machine, dtype))
+    times = partial(roofline_times, rates=rates_of(machine, precision))
     return Lab(build, _HOST, workspace_of(machine_device(machine)), times, mode)
 
 
@@ -214,7 +245,7 @@ def _whole_peak_bytes(model: ModelConfig, data: DataConfig, micro_batch_size: in
 
     net = nn.ModuleList([lab.build(layer, 0) for layer in layers_of(model, data)])
     with lab.mode:
-        images = given_tensors(data, micro_batch_size, getattr(torch, dtype), _HOST)
+        images = given_tensors(data, micro_batch_size, Precision.of(dtype).compute, _HOST)
         give_gradients(net)
         tracker = WholePeak()
         tracker.track_external(net, *images)

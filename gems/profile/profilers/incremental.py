@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, input_spec
+from gems.models.mixed import Precision
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import (
@@ -76,10 +77,10 @@ class Devices:
         is_fake: bool,
         optimizer_states: int = 1,
     ) -> None:
-        kind: torch.dtype = getattr(torch, dtype)
+        kind = Precision.of(dtype)
         self._layers = layers_of(model, data)
         self._copies = 2 + optimizer_states
-        given = input_spec(data, micro_batch_size, kind)
+        given = input_spec(data, micro_batch_size, kind.compute)
         self._given = [(given,), *boundary_shapes(self._layers, given.shape, kind, given.dtype)]
         self._lab = fake_lab(machine, kind) if is_fake else device_lab(machine, kind)
         self._known: dict[object, int] = {}

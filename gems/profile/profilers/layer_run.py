@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gems.models.build import as_tuple
+from gems.models.mixed import low_copies
 from gems.profile.profilers.live_bytes import storage_of
 
 Loss = Callable[[Tensor], Tensor]
@@ -156,9 +157,9 @@ def give_gradients(module: nn.Module) -> None:
 
 
 def static_tensors(module: nn.Module) -> list[Tensor]:
-    """Return what a layer holds without running: parameters, their gradients, buffers."""
+    """Return what a layer holds without running: parameters, their gradients and low copies, buffers."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return [*module.parameters(), *gradients, *module.buffers()]
+    return [*module.parameters(), *gradients, *module.buffers(), *low_copies(module)]
 
 
 class Run:

@@ -21,6 +21,7 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer
 from gems.models.build import build_layer
+from gems.models.mixed import Precision
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Run, Times, give_gradients
@@ -47,7 +48,7 @@ def measured_profile(
 
     Raises ConfigError as `open_device`, or if a layer does not fit the device.
     """
-    lab = device_lab(machine, getattr(torch, dtype), repetitions)
+    lab = device_lab(machine, Precision.of(dtype), repetitions)
     device = torch.cuda.get_device_name(lab.device) if lab.device.type == "cuda" else "cpu"
     facts = {"repetitions": repetitions}
     try:
@@ -59,7 +60,7 @@ def measured_profile(
         ) from error
 
 
-def device_lab(machine: MachineConfig, dtype: torch.dtype, repetitions: int = 1) -> Lab:
+def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -> Lab:
     """Return what runs layers on this process's device and times them; raises ConfigError as `open_device`."""
     device = open_device(machine)
 

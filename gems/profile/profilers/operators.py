@@ -16,6 +16,7 @@ from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
 from gems.models.build import as_tuple
+from gems.models.mixed import Precision, compute_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import given_tensors
@@ -32,8 +33,8 @@ def take(spec: RunSpec) -> OpGraph:
     of an output that several read are added up in the backward of the operator that made it. Raises ConfigError if the
     machine has no rate for the dtype.
     """
-    kind: torch.dtype = getattr(torch, spec.train.dtype)
-    lab = fake_lab(spec.machine, kind)
+    precision = Precision.of(spec.train.precision)
+    kind, lab = precision.compute, fake_lab(spec.machine, precision)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
     readers = Counter(feeder for operator in operators for feeder in operator.feeders)
@@ -52,9 +53,9 @@ def take(spec: RunSpec) -> OpGraph:
             tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs),
         )  # fmt: skip
         if key not in known:
-            module = operator_module(operator, on_meta(layer, kind))
+            module = operator_module(operator, on_meta(layer, precision.parameters))
             with lab.mode:
-                call = LayerCall(made_fake(module), inputs, number == 0, loss)
+                call = LayerCall(compute_in(made_fake(module), precision), inputs, number == 0, loss)
                 times, found = lab.times(call), meter(call, lab.workspace)
                 made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in as_tuple(module(*inputs)))
             state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
@@ -65,7 +66,7 @@ def take(spec: RunSpec) -> OpGraph:
             )  # fmt: skip
         op, made = known[key]
         outputs.append(made)
-        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, kind).seconds(0, 3 * op.output_bytes)
+        sums_s = max(0, readers[number] - 1) * rates_of(spec.machine, precision).seconds(0, 3 * op.output_bytes)
         ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
     edges = tuple((feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders)
     return OpGraph(tuple(ops), edges)

@@ -23,7 +23,7 @@ from gems.utils.registry import load_plugins
 def take(spec: RunSpec) -> ModelProfile:
     """Take the profile of a resolved run; raises ConfigError for a device or rate that the machine does not have."""
     profile, machine = spec.profile, spec.machine
-    run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, machine)
+    run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, machine)
     fake = is_fake(profile)
     base = fake_profile(*run, profile.whole_model_peak) if fake else measured_profile(*run, profile.repetitions)
     if profile.name != "incremental":
