@@ -208,7 +208,8 @@ def _register(default: _DefaultCluster) -> None:
             if f"{name}.yaml" in files:
                 store.repo.get(group, {}).pop(f"{name}.yaml", None)
             else:
-                store.store(group=group, name=name, node={"name": name})
+                of_several = group == "metrics"  # of which a run has any number
+                store.store(group=group, name=name, node={name: {"name": name}} if of_several else {"name": name})
     OmegaConf.register_new_resolver("gems.cluster", default, replace=True)
 
 

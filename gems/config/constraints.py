@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
+from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
@@ -14,6 +15,7 @@ from gems.schedule import FAMILIES, PLACED
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
+METRIC_KEYS = ("name", "target", "kwargs", "path")
 STATE_DICTS = (".pt", ".pth", ".safetensors")
 Check = tuple[object, str, object, str, str]  # whether it is wrong, key, value, problem and advice
 
@@ -160,7 +162,22 @@ def _machine_checks(spec: RunSpec) -> Iterator[Check]:
     yield slow is not None and slow >= spec.world_size, "machine.slow_rank", slow, below, ""
 
 
+def _check_metrics(spec: RunSpec) -> None:
+    for name, options in spec.metrics.items():
+        key = f"metrics.{name}"
+        if not isinstance(options, dict):
+            raise ConfigError(
+                key, options, "must be a mapping", f"give {key}.target, or metrics=[{', '.join(METRICS)}]"
+            )
+        for option in options:
+            if option not in METRIC_KEYS:
+                raise ConfigError(f"{key}.{option}", options[option], one_of(METRIC_KEYS))
+        if not options.get("target") and options.get("name", name) not in METRICS:
+            raise ConfigError(key, options.get("name", name), one_of(METRICS), f"or give {key}.target")
+
+
 def _check_train(spec: RunSpec) -> None:
+    _check_metrics(spec)
     train, resume, skipped = spec.train, spec.train.resume, spec.benchmark.skip_steps
     if skipped >= train.steps:
         raise ConfigError("benchmark.skip_steps", skipped, f"must be below train.steps={train.steps}")

@@ -19,7 +19,7 @@ from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
 from gems.config.fields import RENAMED, keys, renamed_error, renamed_word
 from gems.config.recipe import AUTO as AUTO_LOSS
-from gems.config.recipe import LOSSES, LR_SCHEDULERS, OPTIMIZERS
+from gems.config.recipe import LOSSES, LR_SCHEDULERS, METRICS, OPTIMIZERS
 from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
 from gems.config.schema import COSTS, PROFILES, RunSpec
 from gems.config.target_files import SCHEME
@@ -32,10 +32,9 @@ IN_CONF = "(in conf/)"
 FILE, PACKAGE = "file://", "pkg://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
-FREE = re.compile(
-    r"(cluster\.(environment|sbatch)|\w+\.(\w+_)?kwargs|data\.class_map)\."
-)  # mappings whose keys are the user's own
-KWARGS = re.compile(r"(\w+\.(\w+_)?kwargs|data\.class_map)[.=]")
+# Mappings whose keys are the user's own.
+FREE = re.compile(r"(cluster\.(environment|sbatch)|metrics|\w+\.(\w+_)?kwargs|data\.class_map)\.")
+KWARGS = re.compile(r"metrics\.|(\w+\.(\w+_)?kwargs|data\.class_map)[.=]")
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +91,7 @@ REGISTERED: dict[str, Callable[[], Iterable[str]]] = {
     "schedule": lambda: (*FAMILIES, FROM_FILE, PLACED), "memory": lambda: POLICIES, "partition": lambda: METHODS,
     "data": lambda: DATASETS, "model": lambda: MODELS, "profile": lambda: PROFILES, "cost": lambda: COSTS,
     "loss": lambda: (AUTO_LOSS, *LOSSES), "optimizer": lambda: OPTIMIZERS, "lr_scheduler": lambda: LR_SCHEDULERS,
+    "metrics": lambda: METRICS,
 }  # fmt: skip
 
 

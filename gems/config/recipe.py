@@ -43,7 +43,7 @@ LR_SCHEDULERS = {
     "polynomial": "torch.optim.lr_scheduler.PolynomialLR",
     "step": "torch.optim.lr_scheduler.StepLR",
 }
-METRICS = ("accuracy", "balanced_accuracy", "auc", "dice", "confusion_matrix", "mean_absolute_error", "r2")
+METRICS = ("auc", "balanced_accuracy", "confusion_matrix", "r2")  # beside those of the task
 INTERVALS = ("step", "epoch")
 LOGGERS = ("tensorboard", "wandb", "mlflow")
 

@@ -417,6 +417,10 @@ class RunSpec:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    metrics: dict[str, Any] = text(
+        {}, "metrics of validation beside those of the task, by name (auc, balanced_accuracy, confusion_matrix, r2) "
+        "or by metrics.NAME.target with kwargs and path",
+    )  # fmt: skip
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

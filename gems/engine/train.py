@@ -21,6 +21,7 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_state
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
+from gems.engine.evaluation.chosen_metrics import open_metrics
 from gems.engine.evaluation.validator import Validator
 from gems.engine.metrics import Metric, Values, compute, metrics_of
 from gems.engine.optimization.nonfinite import raise_nonfinite
@@ -115,7 +116,7 @@ def train(
         measured: list[Values] = []
         steps_per_epoch = max(1, num_train // global_batch(spec))
         validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
-        known = compute(metrics_of(task_of(spec.data), spec.data.num_classes, pipeline.loss))
+        known = compute(validation_metrics(pipeline))
         logged = (*LOGGED, *(name for name, value in known.items() if isinstance(value, float)))
         loggers = open_loggers(spec, folder, logged, start.step) if comm.rank == 0 else Loggers(())
         with closing(loader), closing(saver), closing(loggers):
@@ -180,16 +181,23 @@ def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, i
     return loader, num_validation, num_train
 
 
+def validation_metrics(pipeline: Pipeline) -> list[Metric]:
+    """Return the metrics of the task, and those that the run asks for beside them."""
+    spec = pipeline.spec
+    task, num_classes, loss = task_of(spec.data), spec.data.num_classes, pipeline.loss
+    return [*metrics_of(task, num_classes, loss), *open_metrics(spec.metrics, task, num_classes, loss.scores)]
+
+
 def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more: Sequence[Metric] = ()) -> Values:
     """Run the validation samples through direction 0 of every replica; collective, the same result on all ranks.
 
     `more` metrics get the outputs of this rank too.
 
     Returns:
-        The figures of the task by name, and `num_validation`.
+        The figures by name, and `num_validation`.
     """
-    data, last, executor = pipeline.spec.data, pipeline.schedule.num_stages - 1, pipeline.evaluate
-    metrics = metrics_of(task_of(data), data.num_classes, pipeline.loss)
+    last, executor = pipeline.schedule.num_stages - 1, pipeline.evaluate
+    metrics = validation_metrics(pipeline)
     executor.metrics = [*metrics, *more]
     pipeline.set_training(False)
     pipeline.recorder.is_on = False

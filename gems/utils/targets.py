@@ -24,6 +24,8 @@ from typing import Any
 from gems.errors import ConfigError, nearest
 
 _TIME_LIMIT_S = 600.0
+_UNLOADED = ("nms", "qnms")  # of torchvision 0.28, each described when it is imported
+_libraries: list[Any] = []
 _OURS = Path(nearest.__code__.co_filename).parent  # by its name in tracebacks, which in an archive is no file's
 
 
@@ -42,7 +44,7 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
         sys.path.insert(0, path)
     importlib.invalidate_caches()
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise target_error(key, target, "needs a module that is not there", error) from error
@@ -61,6 +63,24 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
         raise ConfigError(key, target, f"must name a class or a function, and is of type {type(found).__name__}")
     made: Callable[..., Any] = found
     return made
+
+
+def import_module(name: str) -> Any:
+    """Import a module, also one that needs torchvision where that is built for GPUs and torch is not.
+
+    Such a torchvision describes operators that it cannot load, and only those that use them fail.
+    """
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or "operator torchvision::" not in str(error):
+            raise
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in _UNLOADED:
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(library)  # which takes its operators away when it goes
+        return importlib.import_module(name)
 
 
 def call_target(key: str, target: str, kwargs: Mapping[str, Any], path: str | None, *args: Any) -> Any:

@@ -1,11 +1,14 @@
-"""A cache of its own for each test, and torchvision beside a torch for processors."""
+"""A cache of its own for each test, and torchvision."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gems.utils.targets import import_module
 
 
 @pytest.fixture(autouse=True)
@@ -17,17 +20,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="session")
 def torchvision() -> Any:
-    """Import torchvision; its wheel for GPUs lacks, beside a torch for processors, two operators that it describes."""
-    torch = pytest.importorskip("torch")
-    import importlib.util
-
+    """Torchvision, also where its wheel is for GPUs."""
+    pytest.importorskip("torch")
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
-    try:
-        import torchvision
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-    return torchvision
+    return import_module("torchvision")
