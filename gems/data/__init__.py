@@ -101,19 +101,10 @@ def _check_keys(data: DataConfig) -> None:
     check_fields(data, "data.")
     if task_of(data) in ("classification", "segmentation") and data.num_classes < 2:
         raise ConfigError("data.num_classes", data.num_classes, "must be 2 or more for classes")
-    keys = ("kwargs", "validation_target", "validation_kwargs")
-    for key, value in ((key, getattr(data, key)) for key in keys):
-        if value and data.target is None:
-            advice = "name it: data.target=package.module.Class"
-            raise ConfigError(f"data.{key}", value, "is for a dataset of your own", advice)
-    if not find_source(data).reads_images:
-        for key in keys_of_images(data):
-            advice = f"data={data.name} normalises and augments by itself; leave it out"
-            raise ConfigError(f"data.{key}", getattr(data, key), "is for data of image files", advice)
-
-
-def keys_of_images(data: DataConfig) -> list[str]:
-    """Return the keys for images of files that are not at their defaults."""
-    usual = DataConfig()
-    keys = ("normalization", "mean", "std", "transform", "transform_kwargs", "bits", "page")
-    return [key for key in keys if getattr(data, key) != getattr(usual, key)]
+    usual, source = DataConfig(), find_source(data)
+    readers = {"data.target=package.module.Class": TARGET, **{f"data={name}": each for name, each in DATASETS.items()}}
+    for key in sorted({key for each in readers.values() for key in each.keys} - set(source.keys)):
+        if getattr(data, key) != getattr(usual, key):
+            names = [name for name, each in readers.items() if key in each.keys]
+            text = f"is not read by {data.target or f'data={data.name}'}"
+            raise ConfigError(f"data.{key}", getattr(data, key), text, f"leave it out, or use {' or '.join(names)}")

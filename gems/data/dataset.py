@@ -146,8 +146,7 @@ class Source:
     `open` opens the data set from its configuration and a seed: a subclass of Dataset, or a function. `check` raises
     ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
     it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
-    labels of the first of its `tasks`, unless data.task says another. If it `reads_images`, these are of files, and
-    normalised and transformed as `data` says.
+    labels of the first of its `tasks`, unless data.task says another. `keys` are those that only some sources read.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -156,7 +155,7 @@ class Source:
     kind: str = IMAGES
     tasks: tuple[str, ...] = ("classification",)
     counts_itself: bool = False
-    reads_images: bool = False
+    keys: tuple[str, ...] = ()
 
 
 DATASETS: Registry[Source] = registries.DATASETS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Source, Split, generator
-from gems.data.images import MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, read_image, stamps
 from gems.data.splits import num_held_out
 from gems.data.table import Rows, class_numbers, read_rows, split_rows
 from gems.errors import ConfigError
@@ -145,4 +145,6 @@ def _listed(names: list[str] | set[str]) -> str:
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
-DATASETS.register("folder", Source(FolderDataset, check, counts_itself=True, reads_images=True))
+DATASETS.register(
+    "folder", Source(FolderDataset, check, counts_itself=True, keys=(*KEYS, "labels_path", "image_column", "class_map"))
+)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import ImageDataset, Values, check_images, fitted, mapped, stamps
+from gems.data.images import KEYS, ImageDataset, Values, check_images, fitted, mapped, stamps
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
@@ -190,4 +190,13 @@ def _opened(path: str) -> Iterator[Any]:
         raise ConfigError("data.path", path, f"is no readable HDF5 file ({error})") from error
 
 
-DATASETS.register("hdf5", Source(Hdf5Dataset, check, tasks=TASKS, counts_itself=True, reads_images=True))
+DATASETS.register(
+    "hdf5",
+    Source(
+        Hdf5Dataset,
+        check,
+        tasks=TASKS,
+        counts_itself=True,
+        keys=(*KEYS, "image_key", "label_key", "layout", "split_path", "class_map", "ignore_label"),
+    ),
+)

@@ -33,6 +33,8 @@ _BYTE = 255.0
 # Mean and deviation of each channel as shares of the range of values.
 FIXED = (127.5 / _BYTE, 64.0 / _BYTE)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+# Keys of all sources that read images of files.
+KEYS = ("bits", "page", "normalization", "mean", "std", "transform", "transform_kwargs")
 EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
 
 Values = NDArray[Any]  # (channels, height, width), of the file's own type

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import MODES, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
+from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
@@ -98,4 +98,13 @@ def _by_stem(folder: Path, data: DataConfig) -> dict[str, Path]:
     return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
 
 
-DATASETS.register("masks", Source(MaskDataset, check, tasks=("segmentation",), counts_itself=True, reads_images=True))
+DATASETS.register(
+    "masks",
+    Source(
+        MaskDataset,
+        check,
+        tasks=("segmentation",),
+        counts_itself=True,
+        keys=(*KEYS, "split_path", "class_map", "ignore_label"),
+    ),
+)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
-from gems.data.images import MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, read_image, stamps
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
 
@@ -179,4 +179,9 @@ def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: i
     return found
 
 
-DATASETS.register("table", Source(TableDataset, check, tasks=TASKS, counts_itself=True, reads_images=True))
+DATASETS.register(
+    "table",
+    Source(
+        TableDataset, check, tasks=TASKS, counts_itself=True, keys=(*KEYS, "label_columns", "image_column", "class_map")
+    ),
+)

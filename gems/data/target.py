@@ -300,7 +300,8 @@ def _stamps(value: Any) -> list[str]:
     return []
 
 
-SOURCE = Source(TargetDataset, check, tasks=TASKS, counts_itself=True)
+KEYS = ("kwargs", "validation_target", "validation_kwargs", "split_path", "ignore_label")
+SOURCE = Source(TargetDataset, check, tasks=TASKS, counts_itself=True, keys=KEYS)
 
 
 def main(argv: Sequence[str]) -> None:

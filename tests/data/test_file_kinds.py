@@ -236,5 +236,19 @@ class TestHdf5:
 @pytest.mark.parametrize("name", ["folder", "masks", "table", "hdf5"])
 def test_a_path_is_needed(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_data(DataConfig(name=name, label_columns=["x"]))
+        check_data(DataConfig(name=name, label_columns=["x"] if name == "table" else []))
     assert caught.value.key == "data.path"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "reader"),
+    [
+        ("tissue", "split_path", "x.csv", "data=hdf5"), ("folder", "label_columns", ["x"], "data=table"),
+        ("masks", "image_key", "x", "data=hdf5"), ("synthetic", "class_map", {"a": 1}, "data=folder"),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_source_is_refused(name: str, key: str, value: Any, reader: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_data(DataConfig(**{"name": name, key: value}))
+    assert caught.value.key == f"data.{key}"
+    assert f"is not read by data={name}" in str(caught.value) and reader in str(caught.value)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gems.config.compose import compose
 from gems.config.schema import DataConfig
 from gems.data import check_data, open_dataset
 from gems.data.images import ImageDataset, read_image, read_mask
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
+from gems.runs.prepare import prepare
 
 SIDE = 8
 
@@ -248,3 +250,12 @@ def test_a_single_image_is_decoded_into_one_array(root: Path) -> None:
     images, labels = dataset.batch("train", np.array([[0, 0]]))
     assert images is not None and labels is not None
     assert images.base is not None and images.shape == (1, 3, SIDE, SIDE) and labels.shape == (1,)
+
+
+def test_a_run_with_a_bad_file_gets_no_folder(root: Path, tmp_path: Path) -> None:
+    """It is refused where it is prepared, before anything is queued."""
+    (root / "b" / "3.png").write_bytes(b"no image")
+    words = ["data=folder", f"data.path={root}", "parallel.partitions=1", f"runs_dir={tmp_path / 'runs'}"]
+    with pytest.raises(ConfigError, match=r"b/3\.png: not a readable image"):
+        prepare(compose(words))
+    assert not (tmp_path / "runs").exists()

@@ -321,7 +321,9 @@ def test_what_is_refused(name: str, changes: dict[str, Any], key: str, words: st
 
 
 def test_keys_of_a_target_without_one() -> None:
-    with pytest.raises(ConfigError, match=r"data\.kwargs=.*name it: data\.target="):
+    with pytest.raises(
+        ConfigError, match=r"data\.kwargs=.*is not read by data=synthetic; leave it out, or use data\.target="
+    ):
         check_data(DataConfig(kwargs={"size": 3}))
 
 
