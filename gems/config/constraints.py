@@ -9,7 +9,7 @@ from pathlib import Path
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
 from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
-from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_NEVER, RunSpec
+from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
 from gems.schedule import FAMILIES, PLACED
 
@@ -198,7 +198,7 @@ def _check_train(spec: RunSpec) -> None:
                 f"give a finished run's folder, or a state dict ({', '.join(STATE_DICTS)})",
             )  # fmt: skip
     manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")
-    if resume not in (RESUME_AUTO, RESUME_NEVER) and not _has_any("train.resume", resume, manifests):
+    if resume not in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE) and not _has_any("train.resume", resume, manifests):
         raise ConfigError(
             "train.resume", resume, "is neither auto nor never, nor a folder with a checkpoint (manifest.json)",
             "give the folder of a run that saved its state, or of one checkpoint",

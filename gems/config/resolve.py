@@ -9,7 +9,7 @@ from dataclasses import replace
 from gems.config.constraints import check_constraints
 from gems.config.fields import check_fields, keys
 from gems.config.registries import DATASETS, RESOLVERS
-from gems.config.schema import RESUME_AUTO, RESUME_NEVER, ParallelConfig, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, ParallelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 from gems.utils.registry import load_plugins, plugin_folder
@@ -55,7 +55,9 @@ def run_id(spec: RunSpec) -> str:
         section, _, name = key.name.rpartition(".")
         value = getattr(getattr(spec, section) if section else spec, name)
         is_profiled = section == "cost" and name in PROFILED and spec.cost.name == "profile"
-        is_default = value == key.default or (key.name == "train.resume" and value in (RESUME_AUTO, RESUME_NEVER))
+        is_default = value == key.default or (
+            key.name == "train.resume" and value in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE)
+        )
         if key.rule.in_run_id and not is_profiled and not is_default:
             values[key.name] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

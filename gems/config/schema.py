@@ -40,7 +40,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
-RESUME_AUTO, RESUME_NEVER = "auto", "never"
+RESUME_AUTO, RESUME_NEVER, RESUME_FORCE = "auto", "never", "force"
 MAX_WORLD = 2**20
 # F actions of a step: a schedule of so many is made and validated within minutes.
 MAX_FORWARDS = 2**19
@@ -356,9 +356,10 @@ class TrainConfig:
         "optimizer's step, or nothing",
     )  # fmt: skip
     resume: str = text(
-        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder, at the first step, or at "
-        "the newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
-        form="must be auto, never, or the folder of a run or a checkpoint",
+        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder (force: also if your code "
+        "has changed), at the first step, or at the newest checkpoint of another folder",
+        accepts=lambda word: word and word.isprintable(),
+        form="must be auto, force, never, or the folder of a run or a checkpoint",
     )  # fmt: skip
     loggers: list[str] = choice(
         [], LOGGERS, "trackers that get the figures of each step, beside metrics.csv", in_run_id=False

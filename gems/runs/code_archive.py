@@ -7,6 +7,7 @@ Python, so that runs of the same code share one file by hard links.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -14,7 +15,7 @@ import marshal
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import gems
@@ -41,10 +42,11 @@ def from_snapshot(code_zip: Path, module: str) -> list[str]:
     return [str(code_zip), module]
 
 
-def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
-    """Put an archive of this code at `target` and return its BLAKE2b hash.
+def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tuple[str, bytes]] = ()) -> str:
+    """Put an archive of this code, and of `own` files of the user's, at `target` and return its BLAKE2b hash.
 
-    An archive of the same code that is in the cache is linked to, or copied where the file system cannot link.
+    An archive of the same code that is in the cache is linked to, or copied where the file system cannot link. Files of
+    the user's that have a name of ours are left out.
 
     Raises:
         OSError: the target cannot be written.
@@ -54,6 +56,7 @@ def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
         _share(root, target)
         return hash_of(target)
     sources = list(_sources(root))
+    sources += sorted((name, data) for name, data in own if name.partition("/")[0] not in (*PACKAGES, "__main__.py"))
     kept = cache_folder(cache_dir).absolute() / "code" / f"{_key(sources)}.zip"
     try:
         if not zipfile.is_zipfile(kept):
@@ -94,9 +97,10 @@ def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
             for entry in (name, "__main__.py") if name == MAIN else (name,):
                 contents = {entry: data}
                 if entry.endswith(".py"):  # the file name is within the archive, so that no file of a job shadows it
-                    code = compile(data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0)
-                    header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(data)
-                    contents[f"{entry}c"] = header + marshal.dumps(code, WITHOUT_REFERENCES)
+                    with contextlib.suppress(SyntaxError, ValueError):  # of a user's file that nobody may import
+                        code = compile(data, f"{CODE_ZIP}/{entry}", "exec", dont_inherit=True, optimize=0)
+                        header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(data)
+                        contents[f"{entry}c"] = header + marshal.dumps(code, WITHOUT_REFERENCES)
                 for inner, content in contents.items():
                     info = zipfile.ZipInfo(inner, EPOCH)
                     info.external_attr = MODE << 16

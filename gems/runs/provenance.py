@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.runs.code_archive import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
 from gems.utils.atomic_io import write_json
-from gems.utils.targets import source_of
+from gems.utils.targets import source_of, sources_of
 
 ENVIRONMENT_JSON = "environment.json"
 GIT_LIMIT_S = 10
@@ -36,13 +37,14 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
     """Write to `folder` what is known of a run when it is prepared, and return the summary.
 
     These are `code.zip`, the code itself; `code.diff`, its difference from its commit (none outside of a checkout);
-    `packages.txt`; and `environment.json`. A user's own network is not in the archive: the hash of its files is noted.
+    `packages.txt`; and `environment.json`. The user's own packages are in the archive, unless they are installed.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    code_hash = take_snapshot(folder / CODE_ZIP, spec.cache_dir)
+    own = {name: data for target, path in own_code(spec) for name, data in sources_of(target, path)}
+    code_hash = take_snapshot(folder / CODE_ZIP, spec.cache_dir, own.items())
     diff = code_diff(code_root())
     if diff is not None:
         (folder / "code.diff").write_bytes(diff)
@@ -57,6 +59,16 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
     if spec.model.target is not None:
         summary["model_code_sha256"] = source_of(spec.model.target, spec.model.path)
     return summary
+
+
+def own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield each target of a run whose code is in a folder of the user's, with the folder; plugins too."""
+    sections = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
+    found = [(section.target, section.path) for section in sections]
+    found += [(f"{name}.plugin", spec.plugins_dir) for name in spec.plugins]
+    for target, path in found:
+        if target is not None and path is not None:
+            yield str(target), str(path)
 
 
 def check_code(folder: Path, summary: dict[str, Any]) -> str | None:

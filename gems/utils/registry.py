@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.machinery import PathFinder
@@ -13,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from gems.errors import ConfigError, nearest, one_of
+from gems.utils.targets import search_first
 
 ENTRY_POINTS = "gems.plugins"
 KEY = "plugins"
@@ -94,8 +94,8 @@ def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
     Raises:
         ConfigError: a module that is not there, or that cannot be imported.
     """
-    if folder is not None and names and folder not in sys.path:
-        sys.path.insert(0, folder)
+    for name in names if folder is not None else ():
+        search_first(str(folder), name)
     importlib.invalidate_caches()
     for name in names:
         try:

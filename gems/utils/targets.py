@@ -15,7 +15,8 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -26,6 +27,7 @@ from gems.errors import ConfigError, nearest
 _TIME_LIMIT_S = 600.0
 _UNLOADED = ("nms", "qnms")  # of torchvision 0.28, each described when it is imported
 _libraries: list[Any] = []
+_OWN_FOLDERS = ("gems/", "jobs/", "analysis/", "conf/")
 _OURS = Path(nearest.__code__.co_filename).parent  # by its name in tracebacks, which in an archive is no file's
 
 
@@ -40,8 +42,8 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
     module_name, _, name = target.partition(":") if ":" in target else target.rpartition(".")
     if not module_name or not all(word.isidentifier() for word in f"{module_name}.{name}".split(".")):
         raise ConfigError(key, target, "must be package.module.Class or package.module:Class")
-    if path is not None and path not in sys.path:
-        sys.path.insert(0, path)
+    if path is not None:
+        search_first(path, module_name)
     importlib.invalidate_caches()
     try:
         found: Any = import_module(module_name)
@@ -171,22 +173,60 @@ def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
 
 @lru_cache(maxsize=64)
 def source_of(target: str, path: str | None) -> str | None:
-    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path.
+    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path."""
+    digest, has_any = hashlib.sha256(), False
+    for name, data in sources_of(target, path):
+        digest.update(f"{name}:{len(data)}:".encode())
+        digest.update(data)
+        has_any = True
+    return digest.hexdigest()[:16] if has_any else None
 
-    It is that of all files in the outermost package of the target, or beside a module that is in none.
+
+def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the Python files around a target: its outermost package, or those beside its module.
+
+    Names are relative to the folder that holds them. A process that runs from a code archive which has them takes them
+    from there.
     """
-    spec = _find(target.replace(":", ".").partition(".")[0], [path] if path else None)
+    top = target.replace(":", ".").partition(".")[0]
+    archive = code_archive()
+    if archive is not None and (names := archived_names(archive, top)):
+        with zipfile.ZipFile(archive) as code:
+            yield from ((name, code.read(name)) for name in names)
+        return
+    spec = _find(top, [path] if path else None)
     if spec is None or (spec.origin is None and not spec.submodule_search_locations):
-        return None
-    if spec.submodule_search_locations:
-        files = [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
-    else:
-        files = list(Path(str(spec.origin)).parent.glob("*.py"))
-    digest = hashlib.sha256()
-    for file in sorted(file for file in files if file.is_file()):
-        digest.update(f"{file}:".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+        return
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    base = folders[0].parent if folders else Path(str(spec.origin)).parent
+    found = {file for folder in folders for file in folder.rglob("*.py")} if folders else set(base.glob("*.py"))
+    for file in sorted(file for file in found if file.is_file()):
+        name = file.relative_to(base).as_posix() if file.is_relative_to(base) else file.name
+        yield name, file.read_bytes()
+
+
+def code_archive() -> Path | None:
+    """Return the archive that this process runs from, if it does."""
+    spec = PathFinder.find_spec("gems", sys.path)
+    root = Path(str(spec.origin)).parents[1] if spec is not None and spec.origin else None
+    return root if root is not None and root.is_file() else None
+
+
+def search_first(folder: str, module_name: str) -> None:
+    """Put the folder of a user's module first in `sys.path`, unless this process runs from an archive that has it."""
+    archive = code_archive()
+    if folder not in sys.path and not (archive and archived_names(archive, module_name.partition(".")[0])):
+        sys.path.insert(0, folder)
+
+
+@lru_cache(maxsize=16)
+def archived_names(archive: Path, top: str) -> tuple[str, ...]:
+    """Return the user's Python files that an archive holds for a top-level name: its package, or all modules."""
+    with zipfile.ZipFile(archive) as file:
+        names = sorted(name for name in file.namelist() if name.endswith(".py") and not name.startswith(_OWN_FOLDERS))
+    package = tuple(name for name in names if name.startswith(f"{top}/"))
+    is_module = f"{top}.py" in names
+    return package or (tuple(name for name in names if "/" not in name and name != "__main__.py") if is_module else ())
 
 
 def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:

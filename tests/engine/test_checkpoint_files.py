@@ -15,6 +15,7 @@ from gems.engine.checkpoint.manifest import (
     MANIFEST_JSON,
     Manifest,
     ShardFile,
+    changed_code,
     checkpoint_folder,
     checkpoint_folders,
     difference,
@@ -113,3 +114,11 @@ def test_the_first_difference_is_named() -> None:
     assert difference(mine, run_identity(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
     assert difference(mine, run_identity(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
     assert difference({}, {"seed": 1}) == ("seed", None, 1)
+
+
+def test_other_code_of_the_users_is_noticed() -> None:
+    mine = {"code": {"net.Net": "new", "data.Tiles": "same"}}
+    assert changed_code({"code": {"net.Net": "old", "data.Tiles": "same"}}, mine) == "net.Net"
+    assert changed_code({"code": {"data.Tiles": "same"}}, mine) is None
+    assert changed_code({}, mine) is None  # of a version that did not note it
+    assert difference({"code": {"net.Net": "old"}}, mine) is None

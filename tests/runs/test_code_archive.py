@@ -18,6 +18,7 @@ import pytest
 
 from gems.runs import code_archive as snapshot
 from gems.runs.code_archive import PACKAGES, from_snapshot, hash_of, take_snapshot
+from gems.utils.targets import source_of, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
@@ -199,3 +200,35 @@ def test_a_traceback_shows_the_lines_of_the_archive(tmp_path: Path, monkeypatch:
     (root / "gems" / "fail.py").write_text("# after\n" * 9)
     said = run(tmp_path / "code.zip", "gems.fail", cwd=root).stderr
     assert "code.zip/gems/fail.py" in said and "raise ValueError('before')" in said and "after" not in said
+
+
+def test_code_of_the_users_is_in_the_archive_and_comes_from_it(tmp_path: Path) -> None:
+    """A file that is changed after submission changes nothing that a job runs."""
+    package = tmp_path / "theirs" / "my_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "net.py").write_text("def answer():\n    return 'as submitted'\n")
+    (package / "broken.py").write_text("this is no Python")
+    path = str(package.parent)
+    own = dict(sources_of("my_package.net.answer", path))
+    assert sorted(own) == ["my_package/__init__.py", "my_package/broken.py", "my_package/net.py"]
+    target = tmp_path / "code.zip"
+    take_snapshot(target, str(tmp_path / "cache"), own.items())
+    before = source_of("my_package.net.answer", path)
+    (package / "net.py").write_text("def answer():\n    return 'changed later'\n")
+    (tmp_path / "ask.py").write_text(
+        "from gems.utils.targets import load_target, source_of\n"
+        f"print(load_target('model.target', 'my_package.net.answer', {path!r})())\n"
+        f"print(source_of('my_package.net.answer', {path!r}))\n"
+    )
+    said = run(target, "ask", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert said.stdout.split("\n")[:2] == ["as submitted", before], said.stderr
+    source_of.cache_clear()
+    assert source_of("my_package.net.answer", path) != before
+
+
+def test_a_package_with_one_of_our_names_is_left_out(tmp_path: Path) -> None:
+    target = tmp_path / "code.zip"
+    take_snapshot(target, str(tmp_path / "cache"), [("analysis/theirs.py", b""), ("mine.py", b"")])
+    with zipfile.ZipFile(target) as archive:
+        assert "analysis/theirs.py" not in archive.namelist() and "mine.py" in archive.namelist()

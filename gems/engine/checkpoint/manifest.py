@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
+from gems.runs.provenance import own_code
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import atomic_write, sync_to_disk
+from gems.utils.targets import source_of
 
 CHUNK_BYTES = 1 << 24
 ALIGN_BYTES = 8
@@ -30,6 +32,7 @@ SCHEMA = "gems.checkpoint/1"
 MANIFEST_JSON = "manifest.json"
 DAMAGED = ".damaged"
 PREFIX = "step"
+CODE = "code"  # the hashes of the user's own code in an identity
 IRRELEVANT_KEYS = ("path", "prefetch_steps")  # of a model and its data: they change neither
 
 
@@ -167,7 +170,17 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
     }
     identity["optimizer"] = {"name": spec.optimizer.target or spec.optimizer.name}
     identity["train"] = {"dtype": spec.train.dtype}
+    identity[CODE] = {target: source_of(target, path) for target, path in own_code(spec)}
     return identity | {"seed": spec.seed, "global batch": global_batch(spec)}
+
+
+def changed_code(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+    """Return a target of the user's whose code is another than when a checkpoint was saved; None if there is none.
+
+    A checkpoint of a version that did not note the code has none to compare with.
+    """
+    before, now = theirs.get(CODE, {}), mine.get(CODE, {})
+    return next((target for target in now if before.get(target, now[target]) != now[target]), None)
 
 
 def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> dict[str, Any]:
@@ -179,8 +192,8 @@ def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) 
 
 
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first key in which two identities differ, with both values; None if they are equal."""
-    for key in sorted({*theirs, *mine}):
+    """Return the first key in which two identities differ except in code, with both values; None if they are equal."""
+    for key in sorted({*theirs, *mine} - {CODE}):
         left, right = theirs.get(key), mine.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
             inner = difference(left, right, f"{prefix}{key}.")

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
 from gems.engine.checkpoint.manifest import (
     DAMAGED,
     MANIFEST_JSON,
     Manifest,
+    changed_code,
     checkpoint_folders,
     difference,
     find_damage,
@@ -84,7 +85,7 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
                 folder.checkpoints.rename(target)
         return StartPoint(attempt)
     found = _first_complete(folder.checkpoints, comm, is_own)
-    if found is None and resume != RESUME_AUTO:
+    if found is None and resume not in (RESUME_AUTO, RESUME_FORCE):
         is_own, found = False, _first_complete(Path(resume), comm, is_own=False)
         if found is None:
             raise ConfigError(
@@ -94,7 +95,13 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     if found is None:
         return StartPoint(attempt)
     path, manifest = found
-    other = difference(manifest.identity, run_identity(spec))
+    identity = run_identity(spec)
+    other, changed = difference(manifest.identity, identity), changed_code(manifest.identity, identity)
+    if changed is not None and resume != RESUME_FORCE:
+        raise ConfigError(
+            "train.resume", path, f"was saved with other code of {changed}",
+            "restore that code, or set train.resume=force to go on with the present one",
+        )  # fmt: skip
     if other is not None:
         key, theirs, mine = other
         raise ConfigError(
