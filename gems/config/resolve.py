@@ -33,7 +33,7 @@ def resolve(spec: RunSpec) -> RunSpec:
     check_fields(spec)
     for resolver in RESOLVERS.values():
         spec = resolver(spec)
-    parallel = _resolve_counts(spec)
+    parallel = resolve_counts(spec)
     check_constraints(replace(spec, parallel=parallel))
     return _resolve_nodes(replace(spec, parallel=parallel))
 
@@ -63,7 +63,7 @@ def run_id(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _resolve_counts(spec: RunSpec) -> ParallelConfig:
+def resolve_counts(spec: RunSpec) -> ParallelConfig:
     """Derive replications, parts and micro-batches, their product, from those given (GEMS: 2 replications or more)."""
     parallel, family = spec.parallel, FAMILIES.get(spec.schedule.name)
     is_gems = family is not None and family.has_runs

@@ -311,6 +311,9 @@ class TrainConfig:
     """The training loop, its checkpoints and its log."""
 
     steps: int = number(100, "optimizer steps of the run", min=1, max=MAX_STEPS)
+    epochs: float | None = number(
+        None, "epochs of the run, before train.steps: as many whole steps as they have samples", above=0
+    )  # fmt: skip
     precision: str = choice(
         "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
         "under autocast, messages in the low type",

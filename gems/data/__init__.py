@@ -8,7 +8,7 @@ from gems.config.fields import check_fields
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, IMAGES, TOKEN_PAIRS, Dataset, Image, Source, Split, Tokens, dataset
 from gems.data.target import SOURCE as TARGET
-from gems.data.target import resolve_target
+from gems.data.target import describe, resolve_target
 from gems.errors import ConfigError, nearest, one_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "dataset",
     "find_source",
     "kind_of",
+    "num_train",
     "open_dataset",
     "resolve_data",
     "sample_shape",
@@ -54,6 +55,16 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
     else:  # whose check would construct the user's dataset once more
         _check_keys(data)
     return find_source(data).open(data, seed)
+
+
+def num_train(data: DataConfig, seed: int) -> int:
+    """Return the number of training samples, for which a source that counts them itself is asked.
+
+    Raises ConfigError as `open_dataset`.
+    """
+    if not find_source(data).counts_itself:
+        return data.train_samples
+    return int(describe(data)["num_train"]) if data.target is not None else open_dataset(data, seed).num_train
 
 
 def find_source(data: DataConfig) -> Source:

@@ -180,7 +180,12 @@ def resolve_target(data: DataConfig) -> DataConfig:
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for a dataset that cannot be constructed, or whose first samples are not as `data` says.
+    """Raise ConfigError for a dataset that cannot be constructed, or whose first samples are not as `data` says."""
+    describe(data)
+
+
+def describe(data: DataConfig) -> dict[str, Any]:
+    """Return the numbers of samples, num_train and num_validation; raises ConfigError as `check`.
 
     This process does so where torch is loaded, else a child whose answer is kept until the code or the data change.
     """
@@ -190,18 +195,19 @@ def check(data: DataConfig) -> None:
         text = json.dumps(known, sort_keys=True)
     except TypeError as error:
         raise ConfigError("data.kwargs", data.kwargs, f"must be plain values ({error})") from error
-    _checked(text, source_of(str(data.target), data.path), tuple(_stamps([data.kwargs, data.validation_kwargs])))
+    return _described(
+        text, source_of(str(data.target), data.path), tuple(_stamps([data.kwargs, data.validation_kwargs]))
+    )
 
 
 @lru_cache(maxsize=64)
-def _checked(text: str, source: str | None, stamps: tuple[str, ...]) -> None:
+def _described(text: str, source: str | None, stamps: tuple[str, ...]) -> dict[str, Any]:
     target = json.loads(text)["target"]
     if "torch" in sys.modules:
-        _describe(text)
-    elif source is None:
-        ask_child(KEY, target, __name__, text)
-    else:
-        cached(None, "data", repr((text, source, stamps)), lambda: ask_child(KEY, target, __name__, text))
+        return _describe(text)
+    if source is None:
+        return dict(ask_child(KEY, target, __name__, text))
+    return dict(cached(None, "data", repr((text, source, stamps)), lambda: ask_child(KEY, target, __name__, text)))
 
 
 def _describe(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import DATASETS, open_dataset
+from gems.data import find_source, open_dataset
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
@@ -208,6 +208,6 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
 
 def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
     """Return the training samples; collective if a learning rate by epoch needs to ask the source."""
-    if spec.lr_scheduler.interval != EPOCH or not DATASETS[spec.data.name].counts_itself:
+    if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
     return int(comm.bcast(open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))

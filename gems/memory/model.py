@@ -25,16 +25,26 @@ MESSAGE_COPIES = 2  # a buffer such as a running mean is in the layer, and in th
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer."""
+    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer.
+
+    The average of the weights is one more of them. In mixed precision there is a copy of half the size.
+    """
 
     states: int
+    has_low_copy: bool = False
 
     def static_bytes(self, params: Any, buffers: Any) -> Any:
         """Return the bytes that parameters and buffers take throughout a step; of numbers or of whole tables."""
-        return (2 + self.states) * params + MESSAGE_COPIES * buffers
+        return (2 + self.states) * params + self.has_low_copy * params // 2 + MESSAGE_COPIES * buffers
 
 
-OPTIMIZERS = {"sgd": Optimizer(1), "sgd_plain": Optimizer(0), "adam": Optimizer(2)}
+AVERAGED, MIXED = "+average", "+mixed"  # after the name of an optimizer
+OPTIMIZERS = {
+    f"{name}{average}{mixed}": Optimizer(states + bool(average), bool(mixed))
+    for name, states in (("sgd", 1), ("sgd_plain", 0), ("adam", 2))
+    for average in ("", AVERAGED)
+    for mixed in ("", MIXED)
+}
 
 
 def static_blocks(
@@ -48,6 +58,7 @@ def static_blocks(
     for direction, stage in schedule.placement.stages_on(rank):
         for layer in profile.layers[boundaries[stage] : boundaries[stage + 1]]:
             yield from (layer.param_bytes,) * (2 + optimizer.states)
+            yield from (layer.param_bytes // 2,) * optimizer.has_low_copy
             yield from (layer.buffer_bytes,) * MESSAGE_COPIES
         if stage == 0:
             yield from (profile.input_bytes,) * directions.count(direction)

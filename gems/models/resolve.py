@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from gems.config.constraints import check_boundaries
 from gems.config.registries import RESOLVERS
-from gems.config.schema import RunSpec
-from gems.data import check_data, kind_of, resolve_data, sources_of
+from gems.config.resolve import global_batch, resolve_counts
+from gems.config.schema import RunSpec, TrainConfig
+from gems.data import check_data, kind_of, num_train, resolve_data, sources_of
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
 from gems.models.imported.describe import resolve_target
 from gems.models.steps import num_branching, operators_of
 from gems.schedule import FAMILIES, PLACED
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_model_and_data(spec: RunSpec) -> RunSpec:
@@ -42,4 +46,22 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
     return replace(spec, data=resolve_data(spec.data))
 
 
+def resolve_epochs(spec: RunSpec) -> RunSpec:
+    """Return the run with the steps of train.epochs, which go before train.steps; raises ConfigError for none."""
+    epochs, default = spec.train.epochs, TrainConfig().steps
+    if epochs is None:
+        return spec
+    samples = num_train(spec.data, spec.seed)
+    batch = global_batch(replace(spec, parallel=resolve_counts(spec)))
+    steps = int(epochs * samples // batch)
+    if steps < 1:
+        text = f"has {samples} samples an epoch, fewer than the {batch} of one step"
+        raise ConfigError("train.epochs", epochs, text, "give more epochs, or train.steps")
+    if spec.train.steps not in (default, steps):
+        text = "train.epochs=%g is %d steps of %d of %d samples; train.steps=%d is not used"
+        _log.warning(text, epochs, steps, batch, samples, spec.train.steps)
+    return replace(spec, train=replace(spec.train, steps=steps))
+
+
 RESOLVERS.register("model and data", resolve_model_and_data)
+RESOLVERS.register("epochs", resolve_epochs)

@@ -11,7 +11,7 @@ from gems.config import registries
 from gems.config.constraints import check_boundaries
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
+from gems.memory.model import AVERAGED, MIXED, OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
 from gems.models import layers_of
 from gems.partition.even import even
@@ -131,8 +131,10 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
 
 
 def optimizer_name(spec: RunSpec) -> str:
-    """Return the name under which the memory model knows optimizers with as many states as a run's."""
-    return ("sgd_plain", "sgd", "adam")[spec.optimizer.num_states]
+    """Return the name under which the memory model knows what a run keeps of its weights."""
+    average = AVERAGED if spec.train.ema_decay is not None else ""
+    mixed = MIXED if spec.train.dtype != spec.train.compute_dtype else ""
+    return f"{('sgd_plain', 'sgd', 'adam')[spec.optimizer.num_states]}{average}{mixed}"
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:

@@ -180,7 +180,9 @@ def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
 def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
     if plan.profile is None:
         return None, "the size of a checkpoint is not predicted"
-    states = (1 + spec.optimizer.num_states) * sum(layer.param_bytes for layer in plan.profile.layers)
+    states = (1 + spec.optimizer.num_states + (spec.train.ema_decay is not None)) * sum(
+        layer.param_bytes for layer in plan.profile.layers
+    )
     needed_bytes = CHECKPOINTS * states
     check_free_space(spec, find_storage(spec), needed_bytes)
     return f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"

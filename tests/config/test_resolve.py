@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gems.config.compose import compose
 from gems.config.resolve import check_batch, global_batch, resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -275,3 +276,15 @@ def test_the_given_spec_stays_as_it_is() -> None:
     before = spec.to_dict()
     resolve(spec)
     assert spec.to_dict() == before
+
+
+def test_epochs_are_whole_steps_of_the_global_batch(caplog):
+    words = ["data=synthetic", "data.train_samples=100", "parallel.micro_batches=4", "parallel.micro_batch_size=2"]
+    spec = compose([*words, "train.epochs=3"])
+    assert (spec.train.steps, resolve(spec)) == (37, spec)
+    assert compose([*words, "train.epochs=0.5"]).train.steps == 6
+    assert not caplog.messages
+    assert compose([*words, "train.epochs=3", "train.steps=50"]).train.steps == 37
+    assert caplog.messages == ["train.epochs=3 is 37 steps of 8 of 100 samples; train.steps=50 is not used"]
+    with pytest.raises(ConfigError, match=r"train.epochs=0.01: has 100 samples an epoch, fewer than the 8 of one step"):
+        compose([*words, "train.epochs=0.01"])

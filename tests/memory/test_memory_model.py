@@ -101,3 +101,11 @@ def test_time_of_a_step_by_rank() -> None:
     assert costs.at([(0, 1), (1, 4)]) == 2 * 6.0 + 2 * 18.0, "half of the micro-batches in each direction"
     chain = time_costs(spans, lower(generate("1f1b", 2, 4)))
     assert [each.at([(0, 1)]) for each in chain] == [24.0, 24.0]
+
+
+def test_an_average_and_low_copies_are_counted():
+    """Ten bytes of parameters: 4 copies under Adam, one more of the average, half a one of 16 bits."""
+    plain, averaged, both = (
+        OPTIMIZERS[f"adam{more}"].static_bytes(10, 0) for more in ("", "+average", "+average+mixed")
+    )
+    assert (plain, averaged, both) == (40, 50, 55)
