@@ -58,11 +58,13 @@ class Executor:
         step_weight: StepWeight | None = None,
         update: Update | None = None,
         segments: Segments | None = None,
+        draws: Callable[[int, int], None] | None = None,
     ) -> None:
         """Prepare the handlers.
 
         To train, there are a `loss` and the `step_weight`, the weight of all labels of a step by which summed gradients
-        are those of the mean loss. There are `segments` if the schedule needs a store.
+        are those of the mean loss. There are `segments` if the schedule needs a store. `draws` is called with step and
+        micro-batch before each forward and recomputation, which may draw random numbers.
         """
         self.schedule = schedule
         self.rank = rank
@@ -75,7 +77,7 @@ class Executor:
         self._loss_function, self._step_weight = loss, step_weight
         self._weight = 1.0
         self.metrics: Sequence[Metric] = ()
-        self._update = update
+        self._update, self._draws = update, draws
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
         self.activations = MemoryCounter(recorder.count_bytes) if segments is None else segments.store.activations
@@ -84,6 +86,7 @@ class Executor:
         for key in {(action.direction, action.stage) for action in actions if action.kind is Kind.I}:
             stages[key].split_layers()
         self._batch = Batch({}, {})
+        self._step = 0
         self._sums = LossSums()
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._infer if schedule.forward_only else self._forward,
@@ -111,7 +114,7 @@ class Executor:
 
     def run(self, step: int, batch: Batch) -> float:
         """Run all actions once, and return the summed loss of the last stages on this rank; collective."""
-        self._batch = batch
+        self._batch, self._step = batch, step
         self._sums = LossSums()
         if self._step_weight is not None:
             self._weight = self._step_weight(batch.labels)
@@ -137,6 +140,7 @@ class Executor:
         run = segment.forward
         if isinstance(segment, StoredSegment) and self._has(Kind.R, action):
             run = segment.forward_for_recompute
+        self._begin_draws(action)
         start = self._recorder.timestamp()
         # popped: inside of a stage nothing but this call may hold the inputs
         outputs = run(micro_batch, inputs.pop(), loss, self._has(Kind.I, action))
@@ -149,6 +153,7 @@ class Executor:
     def _recompute(self, action: Action) -> None:
         segment = self._segment(action)
         assert isinstance(segment, StoredSegment)
+        self._begin_draws(action)
         start = self._recorder.timestamp()
         segment.recompute(_micro_batch(action), self._loss(action))
         self._recorder.compute(action, start)
@@ -220,6 +225,10 @@ class Executor:
         assert self._store is not None
         self._channels.poll()
         self._store.free_copied()
+
+    def _begin_draws(self, action: Action) -> None:
+        if self._draws is not None:
+            self._draws(self._step, _micro_batch(action))
 
     def _has(self, kind: Kind, action: Action) -> bool:
         return self.schedule.has(kind, action.stage, action.micro_batch, action.direction, action.segment)

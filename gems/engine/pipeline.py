@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
+from gems.autograd.random_draws import RandomDraws, layer_prefix
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import find_source, open_dataset
@@ -176,6 +177,7 @@ def build_pipeline(
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
         loss=loss, step_weight=step_weight, update=update, segments=segments,
+        draws=_watch_draws(spec, stage_modules, modules, replica, schedule.num_micro_batches),
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
     evaluation_specs = stage_modules.output_specs(spec, precision, training=False)
@@ -211,3 +213,15 @@ def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
     if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
     return int(comm.bcast(open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))
+
+
+def _watch_draws(
+    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], replica: int, num_micro_batches: int
+) -> Callable[[int, int], None] | None:
+    """Seed the layers of a rank that draw random numbers; None if there are none."""
+    draws = RandomDraws(spec.seed)
+    watched = 0
+    for (_, stage), layers in modules.items():
+        for name, layer in zip(stages.layer_names(stage), layers, strict=True):
+            watched += draws.watch(layer, layer_prefix(spec.model, name))
+    return (lambda step, micro_batch: draws.at(step, replica * num_micro_batches + micro_batch)) if watched else None

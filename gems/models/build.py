@@ -54,12 +54,16 @@ def build_layer(
         with torch.device("meta"):
             module = construct()
         return module.to(precision.parameters)
-    state = np.random.SeedSequence((seed, 0 if layer.is_part else index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
-        torch.default_generator.manual_seed(int(state[0]))
+        torch.default_generator.manual_seed(layer_seed(seed, 0 if layer.is_part else index))
         module = construct()
     return compute_in(module.to(device=device, dtype=precision.parameters), precision)
+
+
+def layer_seed(seed: int, index: int) -> int:
+    """Return the seed of a layer's values; parts of a whole have that of index 0."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
 
 
 def build_layers(

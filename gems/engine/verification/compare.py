@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.random_draws import RandomDraws, layer_prefix
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset, task_of
@@ -32,10 +34,13 @@ from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.transport.environment import launched_rank
 from gems.engine.transport.mpi import Comm, world
+from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers, map_tensors, tensors_in
+from gems.models.build import as_tuple, build_layers, layer_seed, map_tensors, tensors_in
+from gems.models.imported.parts import whole_with_parts
+from gems.models.layer import Layer
 from gems.models.mixed import Precision
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
@@ -66,9 +71,12 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     """
     dtype, precision = DTYPES[spec.train.compute_dtype], Precision.of(spec.train.precision)
     layers = layers_of(spec.model, spec.data)
-    modules = build_layers(layers, 0, len(layers), spec.seed, precision, device)
-    model = nn.ModuleList(modules)
     names = [layer.name for layer in layers]
+    whole, modules = _build_reference(layers, spec.seed, precision, device)
+    model = nn.ModuleList(modules)
+    draws = RandomDraws(spec.seed)
+    for name, module in zip(names, modules, strict=True):
+        draws.watch(module, layer_prefix(spec.model, name))
     numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
     freeze(numbered, spec.optimizer.frozen)
     optimizer = build_optimizer(spec.optimizer, numbered, len(layers))
@@ -81,7 +89,10 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     loss_dtype = dtype if dtype is torch.float64 else torch.float32
     loss = open_loss(spec.loss, task_of(spec.data), loss_dtype, device)
 
-    def forward(images: Tensor) -> Any:
+    def forward(images: Tensor, step: int, number: int) -> Any:
+        draws.at(step, number)
+        if whole is not None:
+            return whole(images)
         output: Any = (images,)
         for module in modules:
             output = module(*as_tuple(output))
@@ -92,25 +103,29 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         start = [buffer.clone() for buffer in statistics]
         mean = [torch.zeros_like(buffer) for buffer in statistics]
         total = [torch.zeros_like(parameter) for parameter in parameters]
-        slices = _copier(spec, schedule)
+        slices = list(_copier(spec, schedule))
         copies = [list(_micro_batches(spec, dataset, step, each, dtype, device)) for each in slices]
+        size = spec.parallel.micro_batch_size
+        runs = [[partial(forward, step=step, number=each.start // size) for each in copy] for copy in slices]
+        if step == 0:
+            _check_draws(spec, model, partial(runs[0][0], copies[0][0][0]))
         gradients = iter(
             _loss_gradients(
                 loss,
                 model,
-                forward,
+                [run for copy in runs for run in copy],
                 [each for copy in copies for each in copy],
                 loss_dtype,
                 1.0 if scale is None else scale.value,
             )
         )
-        for batches in copies:
+        for batches, forwards in zip(copies, runs, strict=True):
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
             # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step
             # later.
-            for images, _ in batches:
-                pairs = zip(tensors_in(forward(images)), next(gradients), strict=True)
+            for (images, _), run in zip(batches, forwards, strict=True):
+                pairs = zip(tensors_in(run(images)), next(gradients), strict=True)
                 used = [
                     (tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None
                 ]
@@ -150,10 +165,46 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         yield found
 
 
+def _build_reference(
+    layers: Sequence[Layer], seed: int, precision: Precision, device: torch.device
+) -> tuple[nn.Module | None, list[nn.Module]]:
+    """Return the user's own network uncut, with its layers, which share its tensors; of other networks only layers.
+
+    In mixed precision the layers stand for the network, since messages between them are of the low type.
+    """
+    if not layers[0].is_part or precision.is_mixed:
+        return None, build_layers(layers, 0, len(layers), seed, precision, device)
+    text = str(dict(layers[0].options)["text"])
+    whole, parts = whole_with_parts(text, layer_seed(seed, 0), precision.parameters, device)
+    whole.train()
+    return whole, list(parts)
+
+
+def _check_draws(spec: RunSpec, model: nn.Module, run: Callable[[], Any]) -> None:
+    """Check that a network draws random numbers in its modules alone; it is left as it was.
+
+    Raises:
+        ConfigError: two forwards of one micro-batch differ, so that two trainings would, split or not.
+    """
+    kept = [buffer.clone() for buffer in model.buffers()]
+    outputs = []
+    with torch.no_grad(), torch.random.fork_rng():
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            outputs.append(list(tensors_in(run())))
+            for buffer, value in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+    if not all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)):
+        raise ConfigError(
+            "model.target", spec.model.target or spec.model.name, "draws random numbers outside of its modules, "
+            "so that no two of its trainings are alike", "use nn.Dropout in place of F.dropout, or set its rate to 0",
+        )  # fmt: skip
+
+
 def _loss_gradients(
     loss: Loss,
     model: nn.Module,
-    forward: Callable[[Tensor], Any],
+    forwards: Sequence[Callable[[Tensor], Any]],
     batches: Sequence[tuple[Tensor, Tensor]],
     dtype: torch.dtype,
     scale: float,
@@ -165,7 +216,7 @@ def _loss_gradients(
     kept = [buffer.clone() for buffer in model.buffers()]
     device = batches[0][0].device
     with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        outputs = [forward(images) for images, _ in batches]
+        outputs = [run(images) for run, (images, _) in zip(forwards, batches, strict=True)]
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
     leaves = [[each.detach().requires_grad_(each.is_floating_point()) for each in tensors_in(one)] for one in outputs]

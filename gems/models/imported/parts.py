@@ -19,26 +19,59 @@ from gems.models.imported.division import Slice, divide, trace
 from gems.models.imported.user_code import construct, construct_on_meta, other_generators, place_of_forward, refusal
 from gems.utils.targets import answer
 
+Modes = dict[int, tuple[bool, bool]]  # id of a module -> whether it trains in evaluation, and in training
+
 
 class Part(nn.Module):
     """One layer of a larger network, with its parameters under the names that they have there.
 
     Takes the tensors that the layer before gives and gives those named by `output_names`, or one that needs no name.
+    In training and in evaluation each module is in the mode that the network's own `train` puts it in, which may leave
+    some as they are: a frozen batch norm, say.
     """
 
-    def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice) -> None:
+    def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice, modes: Modes) -> None:
         super().__init__()
         self.output_names = train.output_names
         for path in sorted({*train.paths, *evaluate.paths}):
             adopt(self, whole, path)
+        self._modes = {name: modes[id(module)] for name, module in self.named_modules() if id(module) in modes}
         self.train(whole.training)
         # functions (self, *tensors) that drop each value after its last use
         self._forwards = [type(fx.GraphModule(self, each.graph)).forward for each in (evaluate, train)]
+
+    def train(self, mode: bool = True) -> Part:
+        """Switch between training and evaluation as the whole network does."""
+        super().train(mode)
+        for name, modes in self._modes.items():
+            self.get_submodule(name).training = modes[mode]
+        return self
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the layer as it runs in the network's own forward, in the same mode."""
         out: Tensor | tuple[Tensor, ...] = self._forwards[self.training](self, *tensors)
         return out
+
+
+def modes_of(whole: nn.Module) -> Modes:
+    """Return whether each module of a network trains in evaluation and in training, as its own `train` decides."""
+    was_training = whole.training
+    found = []
+    for mode in (False, True):
+        whole.train(mode)
+        found.append({id(module): module.training for module in whole.modules()})
+    whole.train(was_training)
+    return {number: (found[0][number], found[1][number]) for number in found[0]}
+
+
+def whole_with_parts(text: str, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, list[Part]]:
+    """Return the network of `text` uncut, as `part` constructs it, and its layers, which share its tensors."""
+    slices, _ = _slices(text)
+    with torch.random.fork_rng(devices=[]), other_generators(seed):
+        torch.default_generator.manual_seed(seed)
+        whole = construct(*_request(text)[0]).to(device=device, dtype=dtype)
+    modes = modes_of(whole)
+    return whole, [Part(whole, *each, modes) for each in slices]
 
 
 def part(text: str, index: int, source: str | None) -> Part:
@@ -111,6 +144,7 @@ class _Whole:
     text: str
     seed: int | None
     module: nn.Module | None = None
+    modes: Modes = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
 
     def take(self, index: int) -> Part:
@@ -123,9 +157,10 @@ class _Whole:
                 torch.default_generator.manual_seed(self.seed)
                 with other_generators(self.seed):
                     self.module = construct(*code)
+            self.modes = modes_of(self.module)
             self.taken = set()
         self.taken.add(index)
-        return Part(self.module, *slices[index])
+        return Part(self.module, *slices[index], self.modes)
 
 
 _whole = lru_cache(maxsize=2)(_Whole)
