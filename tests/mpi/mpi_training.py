@@ -18,6 +18,7 @@ from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state import state_tensors
+from gems.engine.device import DTYPES
 from gems.engine.executor import Batch
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.nonfinite import find_nonfinite
@@ -39,14 +40,13 @@ WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1
 
 
 def open_feed(spec, pipeline: Pipeline) -> BatchLoader:
-    dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
     return BatchLoader(
         spec,
         open_dataset(spec.data, spec.seed),
         pipeline.replica,
         pipeline.image_micro_batches,
         pipeline.label_micro_batches,
-        dtype,
+        DTYPES[spec.train.compute_dtype],
         CPU,
     )
 
@@ -435,11 +435,7 @@ def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
     parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
     before = torch.cat([p.detach().double().reshape(-1) for p in parameters])
     pipeline.set_training(True)
-    dtype = {"float32": torch.float32}.get(precision, torch.bfloat16)
-    with closing(BatchLoader(
-        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
-        pipeline.label_micro_batches, dtype, CPU,
-    )) as loader:  # fmt: skip
+    with closing(open_feed(spec, pipeline)) as loader:
         for step in range(steps):
             pipeline.train.run(step, loader.batch(step))
     return torch.cat([p.detach().double().reshape(-1) for p in parameters]) - before
@@ -454,3 +450,31 @@ def test_mixed_precision_learns_in_small_steps_and_pure_bfloat16_does_not(comm):
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
     changed = [sum(part.allgather(int((u != 0).sum()))) / sum(part.allgather(len(u))) for u in (full, mixed, pure)]
     assert min(changed[:2]) > 0.99 and changed[2] < 0.2, changed
+
+
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
+def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, partitions, replicas):
+    spec = make_spec(schedule, partitions, replicas, train__precision="fp16_mixed")
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    pipeline = build_pipeline(spec, part, CPU)
+    pipeline.set_training(True)
+    update = pipeline.update
+    assert update.scale is not None
+    update.scale.value = 2.0**40  # gradients of float16 end at 65504
+
+    def state() -> dict[str, torch.Tensor]:
+        early, late = state_tensors(pipeline)
+        kept = ("schedule", "loss_scale")
+        return {name: tensor.clone() for name, tensor in (early | late).items() if name not in kept}
+
+    with closing(open_feed(spec, pipeline)) as loader:
+        before = state()
+        pipeline.train.run(0, loader.batch(0))
+        assert part.allgather((update.scale.value, update.has_failed)) == [(2.0**39, False)] * part.size
+        assert all(torch.equal(value, before[name]) for name, value in state().items())
+        update.scale.value = 2.0**10
+        pipeline.train.run(1, loader.batch(1))
+    assert part.allgather(update.scale.value) == [2.0**10] * part.size and math.isfinite(update.grad_norm)
+    assert any(not torch.equal(value, before[name]) for name, value in state().items())
