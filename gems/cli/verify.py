@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
-from gems.launch.verification import STEPS
+from gems.launch.verification import steps_of
 from gems.launch.verification import verify as verify_run
 from gems.models import title_of
 
@@ -22,7 +22,8 @@ def verify(spec: RunSpec, options: Options) -> int:
     if options.json:
         print_json({
             "schedule": spec.schedule.name, "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas,
-            "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model), "steps": STEPS,
+            "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model),
+            "steps": steps_of(spec.train.precision),
             **asdict(found),
         })  # fmt: skip
         return is_wrong

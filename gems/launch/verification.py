@@ -9,6 +9,8 @@ from gems.config.schema import RunSpec
 from gems.launch.scratch_run import run_program
 
 STEPS = 2
+# In bfloat16 weights whose last digits differ, as sums in another order do, may round to others: one step is compared.
+MIXED_STEPS = {"bf16_mixed": 1}
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0, "bf16_mixed": 0.02, "fp16_mixed": 0.02}
 COMPARE = "gems.engine.verification.compare"
 
@@ -43,8 +45,13 @@ class Verification:
         return self.peak_activation_bytes == self.predicted_activation_bytes
 
 
+def steps_of(precision: str) -> int:
+    """Return the steps that a verification compares."""
+    return MIXED_STEPS.get(precision, STEPS)
+
+
 def verify(spec: RunSpec) -> Verification:
-    """Run two steps of a resolved run in ranks of this machine and compare them with one unsplit process.
+    """Run the first steps of a resolved run in ranks of this machine and compare them with one unsplit process.
 
     Compared are every parameter, gradient and running statistic of every copy on every rank. Both compute in float64,
     or in train.precision if that is not the default.
@@ -55,7 +62,7 @@ def verify(spec: RunSpec) -> Verification:
         RankFailedError: a rank ended before the comparison was done.
     """
     precision = "float64" if spec.train.precision == "float32" else spec.train.precision
-    train = replace(spec.train, precision=precision, steps=STEPS)
+    train = replace(spec.train, precision=precision, steps=steps_of(precision))
     found = run_program(replace(spec, train=train), COMPARE, "verify")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return Verification(**values)

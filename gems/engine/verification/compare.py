@@ -5,6 +5,7 @@ The reference is the same training in one process, unsplit, with plain autograd.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -149,7 +150,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
                 buffer.copy_(value)
         else:
             if spec.train.max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, spec.train.max_grad_norm)
+                _clip(parameters, spec.train.max_grad_norm)
             optimizer.step()
             if decay is not None:
                 averages = [
@@ -226,6 +227,14 @@ def _loss_gradients(
     value = loss(whole, labels.to(dtype) if labels.is_floating_point() else labels)
     torch.autograd.backward(value * scale)
     return [[leaf.grad for leaf in of_one] for of_one in leaves]
+
+
+def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Clip as torch's clip_grad_norm_, with a norm in float64: in 16 bits the last digits of weights would show."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
 
 
 def _wide(tensor: Tensor) -> Tensor:
