@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import Dataset, Image, Label, Split, Tokens, seeded
+from gems.data.tiff import read_tiff
 from gems.errors import ConfigError
 from gems.utils.cache import cached
 from gems.utils.targets import call_target, load_target, target_error
@@ -202,6 +203,8 @@ def read_image(path: Path, data: DataConfig) -> Values:
     from PIL.Image import Resampling
 
     with opened(path, data) as picture:
+        if _is_wide_colour(picture, data):
+            return fitted(read_tiff(path, data.page, data.channels), data, str(path))
         upright = ImageOps.exif_transpose(picture)
         if upright.mode.startswith("I;16"):
             if data.channels != 1:
@@ -278,9 +281,9 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
         advice = "convert it to RGB by its colour profile"
         raise ConfigError("data.path", path, f"has colours of mode {picture.mode}, which would be misread", advice)
     bits = _bits_of(picture)
-    if bits > 8 and not picture.mode.startswith("I;16"):
+    if bits > 8 and not picture.mode.startswith("I;16") and not _is_wide_colour(picture, data):
         text = f"has {bits} bits a channel in colour, which would be cut to 8"
-        raise ConfigError("data.path", path, text, "convert it to 8 bits, or to one file of 16 bits a channel")
+        raise ConfigError("data.path", path, text, "convert it to 8 bits, or to a TIFF file and set data.bits")
     if bits > 8 and data.bits is None:
         raise ConfigError(
             "data.bits", "null", f"{path} has values of {bits} bits", "set data.bits=16, or 12 if so many"
@@ -291,6 +294,12 @@ def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool
     if has_alpha and data.channels != 4 and not _is_opaque(picture):
         text = f"{path} is transparent in places, which {data.channels} channels would drop"
         raise ConfigError("data.channels", data.channels, text, "set data.channels=4, or flatten the file")
+
+
+def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
+    """Return whether a file is a TIFF of colours that Pillow would cut to 8 bits and data.bits wants whole."""
+    wide = picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
+    return wide and data.bits not in (None, 8)
 
 
 def _is_opaque(picture: Picture) -> bool:
