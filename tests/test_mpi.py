@@ -16,7 +16,7 @@ NUM_RANKS = 4
 # files that share ranks, whose start takes as long as many a test
 TOGETHER = {
     "runs": ("attribution", "emulated", "training", "transport"),
-    "bits": ("exactness", "memory", "placed", "zoo"),
+    "bits": ("exactness", "memory", "placed", "tasks", "zoo"),
     "states": ("resume",),
 }
 

@@ -84,7 +84,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "mpi4py.MPI": ("gems.engine.transport.mpi",),
     "torch": (
         "gems.engine", "gems.autograd", "gems.profile.profilers", "gems.models.blocks", "gems.models.build",
-        "gems.models.imported", "gems.models.mixed", "gems.data.inspection",
+        "gems.models.imported", "gems.models.mixed", "gems.models.outputs", "gems.data.inspection",
     ),
     "submitit": ("jobs.slurm",),
     "matplotlib": ("analysis.plots",),

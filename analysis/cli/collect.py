@@ -20,8 +20,9 @@ from gems.utils.atomic_io import read_json
 
 LEARNING_PNG = "learning_curve.png"
 RESULTS = (
-    "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",
-    "predicted_activation_bytes",
+    "validation_accuracy", "validation_majority", "validation_loss", "validation_dice", "validation_dice_constant",
+    "validation_mean_absolute_error", "validation_mean_absolute_error_constant", "num_validation",
+    "peak_activation_bytes", "predicted_activation_bytes",
 )  # fmt: skip
 
 
@@ -46,6 +47,8 @@ def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
         if np.isfinite(loaded.trace.steps["loss"]).any():
             files["learning curve"] = str(path / LEARNING_PNG)
             save_figure(learning_figure(loaded.trace), path / LEARNING_PNG)
+    if folder.predictions_png.exists():
+        files["predictions"] = str(folder.predictions_png)
     if folder.checkpoint.is_dir():
         files["checkpoint"] = str(folder.checkpoint)
     return loaded, run_metrics(loaded.trace), files

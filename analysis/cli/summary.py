@@ -53,7 +53,7 @@ def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
     attributes = trace.attributes
     values = {"source": trace.source, "signature": attributes.get("signature"), "world_size": trace.world_size}
     values |= {**asdict(run_facts(trace)), **asdict(metrics)}
-    values |= {name: attributes[name] for name in ("validation_accuracy", "validation_majority") if name in attributes}
+    values |= {name: value for name, value in attributes.items() if name.startswith("validation_")}
     values |= {name: tuple(map(int, attributes[name])) for name in (COUNTED, PREDICTED) if name in attributes}
     return {name: _plain(value) for name, value in values.items()}
 
@@ -108,6 +108,14 @@ def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     if accuracy is not None:
         beside = "" if majority is None else f" (majority class {percent(float(majority))})"
         rows.append(("validation accuracy [%]", percent(float(accuracy)) + beside))
+    dice, constant = (trace.attributes.get(f"validation_dice{name}") for name in ("", "_constant"))
+    if dice is not None:
+        beside = "" if constant is None else f" (constant predictor {percent(float(constant))})"
+        rows.append(("validation Dice, mean of classes [%]", percent(float(dice)) + beside))
+    error, constant = (trace.attributes.get(f"validation_mean_absolute_error{name}") for name in ("", "_constant"))
+    if error is not None:
+        beside = "" if constant is None else f" (always the mean {number(float(constant))})"
+        rows.append(("validation mean absolute error", number(float(error)) + beside))
     return rows
 
 

@@ -6,21 +6,23 @@ from typing import ClassVar
 
 import numpy as np
 
+from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import TOKEN_PAIRS, TOKENS, Dataset, Image, Split, Tokens, dataset, generator
+from gems.data.dataset import TOKEN_PAIRS, TOKENS, Dataset, Image, Label, Split, Tokens, dataset, generator
 
 _CELLS = 8
 _NOISE_PX = 64
 _SIGNAL = 0.6
 
 
-@dataset("synthetic")
+@dataset("synthetic", tasks=TASKS)
 class SyntheticDataset(Dataset):
     """Classes are random patterns of 8 x 8 cells stretched over the image, under noise.
 
     A pattern looks the same after flips and quarter turns. An image is 0.6 x pattern + 0.8 x noise, so unit
     variance; classes take turns by index. The noise is one 64 px patch repeated from a random offset, which
-    costs a copy and not a draw for each pixel.
+    costs a copy and not a draw for each pixel. A mask is the class where its pattern is positive, and elsewhere 0; of
+    several labels or values, an image is the sum of the patterns by their labels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -29,6 +31,7 @@ class SyntheticDataset(Dataset):
         self._rows = np.arange(data.height_px) * _CELLS // data.height_px
         self._columns = np.arange(data.width_px) * _CELLS // data.width_px
         self._patterns = [self._pattern(number) for number in range(data.num_classes)]
+        self._task = data.task or TASKS[0]
 
     def _pattern(self, number: int) -> Image:
         rng = generator(self.seed, "pattern", number)
@@ -45,11 +48,27 @@ class SyntheticDataset(Dataset):
         patch *= np.float32((1 - _SIGNAL**2) ** 0.5)
         top, left = rng.integers(_NOISE_PX, size=2)
         noise = patch[:, (np.arange(height) + top) % _NOISE_PX][:, :, (np.arange(width) + left) % _NOISE_PX]
-        pattern = self._patterns[self._label(split, index)]
-        noise += pattern[:, self._rows][:, :, self._columns]
+        label = self._label(split, index)
+        if isinstance(label, np.ndarray) and label.ndim == 1:
+            pattern = np.tensordot(label, np.stack(self._patterns), 1).astype(np.float32)
+        else:
+            pattern = self._patterns[index % self.num_classes]
+        noise += self._stretched(pattern)
         return noise
 
-    def _label(self, split: Split, index: int) -> int:
+    def _stretched(self, pattern: Image) -> Image:
+        stretched: Image = pattern[:, self._rows][:, :, self._columns]
+        return stretched
+
+    def _label(self, split: Split, index: int) -> Label:
+        if self._task == "segmentation":
+            is_inside = self._stretched(self._patterns[index % self.num_classes])[0] > 0
+            return np.where(is_inside, np.int64(index % self.num_classes), np.int64(0))
+        rng = generator(self.seed, f"{split} values", index)
+        if self._task == "multi_label":
+            return rng.integers(2, size=self.num_classes).astype(np.float32)
+        if self._task == "regression":
+            return rng.standard_normal(self.num_classes, dtype=np.float32)
         return index % self.num_classes
 
 

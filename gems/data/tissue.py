@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Dataset, Image, Source, Split, generator
+from gems.data.dataset import DATASETS, Dataset, Image, Label, Source, Split, generator
 from gems.errors import ConfigError
 
+TASKS = ("classification", "segmentation")
 SLIDE_PX = 512
 TRAIN_COLUMNS_PX = 358
 MAX_FIELD_PX = 128
@@ -34,7 +35,8 @@ class TissueDataset(Dataset):
     threshold of the shares there. Training tiles lie in the left 70 % of the columns, validation tiles in the
     rest; none crosses. Positions are random, half of them on stained tissue; those of training follow the
     seed, those of validation never change, so that accuracies of different seeds compare. `data.field_of_view_px`
-    source pixels on the longer side are resampled to the tile.
+    source pixels on the longer side are resampled to the tile. For data.task=segmentation the label is the mask of
+    positive pixels.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -50,7 +52,9 @@ class TissueDataset(Dataset):
         known = density[:, :TRAIN_COLUMNS_PX]
         # A few specks ten times as dark as any tissue would stretch the histogram that Otsu's method reads.
         self.pixel_threshold = float(otsu(np.minimum(known, np.quantile(known, 0.999))))
-        share = _window_means(density > self.pixel_threshold, self.field_shape_px)
+        self.is_positive = density > self.pixel_threshold
+        self._has_masks = data.task == "segmentation"
+        share = _window_means(self.is_positive, self.field_shape_px)
         self.share_threshold = float(otsu(self._inside(share, "train")))
         self._positions: dict[Split, NDArray[np.int64]] = {}
         self._labels: dict[Split, NDArray[np.int64]] = {}
@@ -94,8 +98,17 @@ class TissueDataset(Dataset):
         channels_first: Image = normalised.transpose(2, 0, 1)
         return channels_first
 
-    def _label(self, split: Split, index: int) -> int:
-        return int(self._labels[split][index])
+    def _label(self, split: Split, index: int) -> Label:
+        if not self._has_masks:
+            return int(self._labels[split][index])
+        top, left = self.position_px(split, index)
+        # the source pixel in which the middle of each of the tile's pixels is
+        rows, columns = (
+            first + (2 * np.arange(side_px) + 1) * field_px // (2 * side_px)
+            for first, side_px, field_px in zip((top, left), self.shape[1:], self.field_shape_px, strict=True)
+        )
+        mask: NDArray[np.int64] = self.is_positive[np.ix_(rows, columns)].astype(np.int64)
+        return mask
 
     def _resample(self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None) -> NDArray[np.uint8]:
         """Return (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
@@ -162,4 +175,4 @@ def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray
     return inside / (height * width)
 
 
-DATASETS.register("tissue", Source(TissueDataset, check, field_of_view_px))
+DATASETS.register("tissue", Source(TissueDataset, check, field_of_view_px, tasks=TASKS))

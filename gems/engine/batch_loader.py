@@ -26,6 +26,7 @@ from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
 
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Requests = Mapping[int, Request]  # of one step: micro-batch -> its samples
 _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # by the process from which workers are forked
@@ -60,6 +61,7 @@ class BatchLoader:
         first_step: int = 0,
     ) -> None:
         self._spec, self._replica = spec, replica
+        self.dataset = dataset
         self._data = cast(Dataset, dataset)  # which a rank that reads has
         self._image_micro_batches, self._label_micro_batches = image_micro_batches, label_micro_batches
         self._dtype, self._device = dtype, device
@@ -180,10 +182,18 @@ def as_batch(requests: Requests, found: Mapping[int, Any]) -> Batch:
         if request.images:
             images[m] = found[m][0]
         if request.labels:
-            labels[m] = found[m][1]
+            labels[m] = compact(found[m][1])
             if request.num_known is not None:
                 labels[m] = labels[m][: request.num_known]
     return Batch(images, labels)
+
+
+def compact(labels: Tensor) -> Tensor:
+    """Return masks in the least integer type that holds them: those of a whole step are on the device at once."""
+    if labels.ndim < 3 or labels.is_floating_point() or not labels.numel():
+        return labels
+    most = int(labels.abs().max())
+    return labels.to(next(kind for kind in _INTEGERS if most <= torch.iinfo(kind).max))
 
 
 class Workers:

@@ -18,7 +18,8 @@ from gems.engine.stage import Loss, Stage, StageKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
 from gems.engine.tensor_router import copy_shared, open_router
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.models.build import as_tuple, map_tensors
+from gems.models.build import as_tuple
+from gems.models.outputs import map_tensors
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
@@ -28,8 +29,9 @@ from gems.schedule.schedule import Schedule
 class Batch:
     """What a rank reads of one step, by micro-batch.
 
-    Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,), (N, T) or (N, H, W),
-    or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones count for nothing.
+    Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or (N, T), integers of
+    shape (N, H, W), or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones
+    count for nothing.
     """
 
     images: Mapping[int, Tensor]
@@ -204,6 +206,7 @@ class Executor:
         if not len(labels):
             return
         known = map_tensors(lambda tensor: tensor[: len(labels)], output)
+        labels = labels if labels.is_floating_point() else labels.long()
         for metric in self.metrics:
             metric.update(known, labels)
 

@@ -25,7 +25,7 @@ from gems.data import kind_of, task_of
 from gems.data.dataset import IMAGES, NO_LABEL
 from gems.engine.transport.mpi import Transport
 from gems.errors import ConfigError, one_of
-from gems.models.build import map_tensors, tensors_in
+from gems.models.outputs import map_tensors, tensors_in
 from gems.utils.targets import call_target, check_kwargs, load_target, target_error
 
 Outputs = Any  # of a model: a tensor, or tensors in tuples, lists and dicts
@@ -94,8 +94,9 @@ class Loss:
 
     def known(self, labels: Tensor) -> Tensor:
         """Return labels as the loss takes them: what has none has the index that the loss ignores."""
-        if isinstance(self.function, _BY_CLASS) and not labels.is_floating_point():
-            return labels.masked_fill(labels == NO_LABEL, self.function.ignore_index)
+        ignored = getattr(self.function, "ignore_index", NO_LABEL)
+        if isinstance(self.function, _BY_CLASS) and ignored != NO_LABEL and not labels.is_floating_point():
+            return labels.masked_fill(labels == NO_LABEL, ignored)
         return labels
 
 
@@ -129,7 +130,8 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
     made = load_target(key, target, config.path)
     kwargs = dict(config.kwargs)
     if getattr(made, "__module__", "").startswith("torch.nn."):
-        kwargs |= {name: torch.tensor(kwargs[name]) for name in _TENSORS if isinstance(kwargs.get(name), list)}
+        lists = {each: kwargs[each] for each in _TENSORS if isinstance(kwargs.get(each), list)}
+        kwargs |= {each: torch.tensor(value, dtype=dtype, device=device) for each, value in lists.items()}
     is_by_class = inspect.isclass(made) and issubclass(made, _BY_CLASS)
     if is_by_class and config.target is None:
         kwargs.setdefault("ignore_index", NO_LABEL)
@@ -197,7 +199,7 @@ class SummedLoss:
         wide = map_tensors(
             lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each, outputs
         )
-        return self._sum(self.loss, wide, labels.to(self._dtype) if labels.is_floating_point() else labels)
+        return self._sum(self.loss, wide, labels.to(self._dtype) if labels.is_floating_point() else labels.long())
 
     def weight(self, labels: Tensor, like: Outputs | None = None) -> Tensor:
         """Return the weight of labels, a scalar in float64 on their device, which depends on nothing else.
@@ -205,6 +207,7 @@ class SummedLoss:
         `like` has the shapes of the outputs if they are not those of the model.
         """
         function = self._exact.function
+        labels = labels if labels.is_floating_point() else labels.long()
         if self._own_weight is not None:
             return torch.as_tensor(self._own_weight(labels), dtype=torch.float64, device=labels.device)
         if self.loss.summed is None or self.is_sum:

@@ -209,7 +209,7 @@ def _classes(scores: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, 
     """Return the predicted and the true classes of all that has a label, as flat tensors."""
     found = scores[:, :num_classes].argmax(1)
     is_known = (labels >= 0) & (labels < num_classes)
-    return found[is_known], labels[is_known]
+    return found[is_known], labels[is_known].long()
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
-from gems.models.build import as_tuple, tensors_in
+from gems.models.build import as_tuple
 from gems.models.mixed import low_copies
+from gems.models.outputs import tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what the last layer gives: a tensor, or tensors in tuples, lists and dicts
 StageKey = tuple[int, int]  # direction, stage

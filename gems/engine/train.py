@@ -22,6 +22,7 @@ from gems.engine.checkpoint.state import PipelineState, layer_owners, restore_st
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
 from gems.engine.evaluation.chosen_metrics import open_metrics
+from gems.engine.evaluation.picture import Predictions, write_picture
 from gems.engine.evaluation.validator import Validator
 from gems.engine.metrics import Metric, Values, compute, metrics_of
 from gems.engine.optimization.nonfinite import raise_nonfinite
@@ -106,7 +107,8 @@ def train(
 
         def measure() -> dict[str, float]:
             heartbeat.beat(spec.train.steps, "validate")
-            measured.append(evaluate(pipeline, loader, num_validation))
+            picture.maps.clear()
+            measured.append(evaluate(pipeline, loader, num_validation, [picture] if has_maps else ()))
             return {name: value for name, value in measured[-1].items() if isinstance(value, float)}
 
         def save(path: Path) -> None:
@@ -114,6 +116,7 @@ def train(
                 weights.save(pipeline, path)
 
         measured: list[Values] = []
+        picture, has_maps = Predictions(pipeline.loss.scores), task_of(spec.data) == "segmentation"
         steps_per_epoch = max(1, num_train // global_batch(spec))
         validator = Validator(spec.train, folder, comm, steps_per_epoch, start.step, part, measure, save)
         known = compute(validation_metrics(pipeline))
@@ -145,6 +148,8 @@ def train(
                 _log.info("full backward at I, because it cannot be split: %s", ", ".join(report["unsplit_layers"]))
             if spec.train.evaluate:
                 validator.validate()
+            if picture.maps and pipeline.replica == 0 and loader.dataset is not None:
+                write_picture(folder.predictions_png, loader.dataset, picture.maps)
             saver.finish()
         heartbeat.beat(spec.train.steps, "checkpoint")
         weights.save(pipeline, folder.checkpoint)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 from itertools import count
 
+from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.imported import describe as imported
 from gems.models.layer import MODELS, Layer, ModelFamily
 
-__all__ = ["MODELS", "Layer", "ModelFamily", "check_image", "layers_of", "stride_of", "takes_of", "title_of"]
+__all__ = [
+    "MODELS",
+    "Layer",
+    "ModelFamily",
+    "check_image",
+    "layers_of",
+    "stride_of",
+    "takes_of",
+    "tasks_of",
+    "title_of",
+]
 
 
-_IMPORTED = ModelFamily(imported.layers)
+_IMPORTED = ModelFamily(imported.layers, tasks=TASKS)
 
 
 def _family(model: ModelConfig) -> ModelFamily:
@@ -32,6 +43,11 @@ def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 def takes_of(model: ModelConfig) -> str:
     """Return what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
     return _family(model).takes
+
+
+def tasks_of(model: ModelConfig) -> tuple[str, ...]:
+    """Return the tasks that the network may be trained for."""
+    return _family(model).tasks
 
 
 def stride_of(model: ModelConfig) -> int:

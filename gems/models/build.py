@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from gems.data import IMAGES, kind_of, sample_shape
 from gems.models.imported.parts import release
 from gems.models.layer import Layer
 from gems.models.mixed import Precision, compute_in
+from gems.models.outputs import tensors_in
 
 Dtype = torch.dtype | Precision  # of parameters and computation, or of both
 
@@ -120,27 +121,6 @@ def boundary_shapes(
 def as_precision(dtype: Dtype) -> Precision:
     """Return a precision, of a dtype that of parameters and computation."""
     return dtype if isinstance(dtype, Precision) else Precision(dtype, dtype)
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a model gave: one, or several in tuples, lists and dicts."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | tuple | list):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(part)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return what a model gave with each of its tensors changed by a function."""
-    if isinstance(output, Tensor):
-        return function(output)
-    if isinstance(output, Mapping):
-        return {key: map_tensors(function, part) for key, part in output.items()}
-    if isinstance(output, tuple | list):
-        parts = [map_tensors(function, part) for part in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    return output
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -34,14 +34,16 @@ class ModelFamily:
     `layers` raises ConfigError for a network that does not exist; `stride_px` gives the total down-sampling, 1 if there
     is no image to shrink. `normed_px` gives, for a side of the image, the side of the smallest map that a norm sees,
     and 0 for an image too small; without it that is the side over the stride, rounded up, from one stride on. `takes`
-    says what the first layer reads, by the kinds of `gems.data`: images, tokens or token_pairs. `title` is the model's
-    name in tables, with the fields of the configuration that tell one network of the family from another.
+    says what the first layer reads, by the kinds of `gems.data`: images, tokens or token_pairs; `tasks`, for what its
+    output is a score. `title` is the model's name in tables, with the fields of the configuration that tell one
+    network of the family from another.
     """
 
     layers: Callable[[ModelConfig, DataConfig], tuple[Layer, ...]]
     stride_px: Callable[[ModelConfig], int] = lambda model: 1
     normed_px: Callable[[ModelConfig, int], int] | None = None
     takes: str = "images"
+    tasks: tuple[str, ...] = ("classification", "multi_label", "regression")
     title: str = "{name}"
 
 

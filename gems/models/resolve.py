@@ -9,9 +9,9 @@ from gems.config.constraints import check_boundaries
 from gems.config.registries import RESOLVERS
 from gems.config.resolve import global_batch, resolve_counts
 from gems.config.schema import RunSpec, TrainConfig
-from gems.data import check_data, kind_of, num_train, resolve_data, sources_of
-from gems.errors import ConfigError
-from gems.models import check_image, layers_of, takes_of
+from gems.data import check_data, kind_of, num_train, resolve_data, sources_of, task_of
+from gems.errors import ConfigError, one_of
+from gems.models import MODELS, check_image, layers_of, takes_of, tasks_of
 from gems.models.imported.describe import resolve_target
 from gems.models.steps import num_branching, operators_of
 from gems.schedule import FAMILIES, PLACED
@@ -32,6 +32,11 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
         sources = [f"data={name}" for name in sources_of(reads)]
         text = f"gives {gives}, but model {spec.model.name} reads {reads}"
         raise ConfigError("data", spec.data.name, text, f"set {' or '.join(sources)}, or another model")
+    task, tasks = task_of(spec.data), tasks_of(spec.model)
+    if task not in tasks:
+        able = [f"model={name}" for name, family in sorted(MODELS.items()) if task in family.tasks]
+        text = f"model {spec.model.name} gives one score for each class of an image; {one_of(tasks)}"
+        raise ConfigError("data.task", task, text, f"set {' or '.join([*able, 'model.target'])}")
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     layers = layers_of(spec.model, spec.data)
     if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):

@@ -17,6 +17,7 @@ from typing import Any
 
 import gems
 from gems.config.schema import DataConfig, ModelConfig, ProfileConfig, RunSpec
+from gems.data import task_of
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.model_profile import ModelProfile
@@ -28,7 +29,7 @@ DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.operators"
-_UNSEEN = ("name", "path", "field_of_view_px", "train_samples", "validation_samples", "augment", "prefetch_steps")
+_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
 # the keys of the configuration that a profile depends on beside its subject
 _ON_FAKE = (
     "machine.name", "machine.device", "machine.float64_flops_per_s", "machine.flops_per_s",
@@ -55,7 +56,8 @@ def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: 
     return {
         **code,
         **{f"model.{key}": value for key, value in asdict(model).items()},
-        **{f"data.{key}": value for key, value in asdict(data).items() if key not in _UNSEEN},
+        **{f"data.{key}": getattr(data, key) for key in _SEEN},
+        "data.task": task_of(data),
         "parallel.micro_batch_size": micro_batch_size,
         "train.dtype": dtype,
     }
@@ -126,7 +128,7 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         "train.dtype": profile.dtype,
         "layers": [layer.name for layer in profile.layers],
         **{f"version of {name}": text for name, text in profile.versions.items()},
-        **dict(profile.facts.get("subject", {})),
+        **{key: value for key, value in dict(profile.facts.get("subject", {})).items() if value is not None},
     }
     wanted = {
         **subject_of(spec),

@@ -69,6 +69,7 @@ class RunFolder:
     trace_h5 = _Entry("trace.h5")  # the merged trace
     logs = _Entry("logs")  # the ranks' output
     metrics_csv = _Entry("metrics.csv")  # loss and other figures of each step, of all attempts together
+    predictions_png = _Entry("predictions.png")  # images, masks and predicted classes of some validation samples
     checkpoint = _Entry("checkpoint")  # the weights at the end
     best = _Entry("best")  # the weights of the best validation, in a folder that best.json names
     best_json = _Entry("best.json")

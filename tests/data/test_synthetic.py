@@ -69,3 +69,24 @@ def test_an_index_outside_the_split_is_refused(index: int) -> None:
         dataset.image("validation", index)
     with pytest.raises(IndexError, match="of 256 in validation"):
         dataset.label("validation", index)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "multi_label", "regression"])
+def test_labels_of_every_task_are_in_the_pixels(task: str) -> None:
+    """The mean of many images with one label, without the noise, tells that label."""
+    data = DataConfig(name="synthetic", task=task, num_classes=3, height_px=32, width_px=32, augment=False)
+    dataset = open_dataset(data, 0)
+    labels = np.stack([np.asarray(dataset.label("train", index)) for index in range(600)])
+    images = np.stack([dataset.image("train", index) for index in range(600)])
+    if task == "segmentation":
+        assert labels.dtype == np.int64 and labels.shape == (600, 32, 32) and set(np.unique(labels)) == {0, 1, 2}
+        inside, outside = images[1::3][:, 0][labels[1::3] == 1], images[1::3][:, 0][labels[1::3] == 0]
+        assert inside.mean() > 0.3 and outside.mean() < -0.3
+        return
+    assert labels.dtype == np.float32 and labels.shape == (600, 3)
+    if task == "multi_label":
+        assert set(np.unique(labels)) == {0, 1}
+    design = np.column_stack([labels, np.ones(600)])
+    fitted = design @ np.linalg.lstsq(design, images.reshape(600, -1), rcond=None)[0]
+    explained = 1 - np.var(images.reshape(600, -1) - fitted) / np.var(images)
+    assert explained > 0.15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers
 from gems.models.imported.user_code import construct, other_generators
+from gems.models.outputs import tensors_in
 from tests.models.owned import DATA, NETS, UNET, own
 
 SEED = 3
@@ -200,3 +202,19 @@ class TestWhole:
         for part in parts:
             part.eval()
         assert torch.equal(run(), run())
+
+
+@pytest.mark.parametrize("name", ["TwoOutputs", "OnlyInTraining"])
+def test_outputs_have_their_structure_in_both_modes(name: str) -> None:
+    """Several tensors, and layers that run in training alone: a layer that does not run hands on what it gets."""
+    model = own(f"{NETS}.{name}")
+    whole, parts = whole_of(model), parts_of(model)
+    images = batch()[0]
+    for mode in (True, False):
+        expected = whole.train(mode)(images.clone())
+        output: Any = images.clone()
+        for part in parts:
+            output = part.train(mode)(*as_tuple(output))
+        assert type(output) is type(expected)
+        pairs = list(zip(tensors_in(output), tensors_in(expected), strict=True))
+        assert pairs and all(torch.equal(ours, theirs) for ours, theirs in pairs)

@@ -27,9 +27,7 @@ class TestRefusals:
             ("CountsPixels", "as a plain number", "for _ in range(x.shape[2]):  # the count"),
             ("MakesTensor", "a tensor that is no parameter", "torch.randn(2, 1, 1)"),
             ("Mismatched", "does not run on images of 3x9x10", "# the mismatch"),
-            ("TwoOutputs", "must give one tensor of logits, and gives tuple",
-            "def forward(self, image: Tensor) -> tuple"),
-            ("OnlyInTraining", "other layers in evaluation than in training", ""),
+            ("NoTensor", "must give a tensor of scores, and gives", "def forward(self, image: Tensor) -> dict"),
             ("FailsToBeMade", "cannot be constructed", "# the failure"),
         ],
     )  # fmt: skip

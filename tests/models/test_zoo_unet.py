@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gems.config.schema import DataConfig, ModelConfig
+from gems.config.resolve import resolve
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layers
@@ -75,6 +78,32 @@ def test_names_and_tensors_between_the_layers() -> None:
         "up1.conv2": [("up1.conv2", (4, 12, 20))],
         "head": [("head", (5,))],
     }
+
+
+def test_a_segmentation_gets_the_map_whose_mean_classifies_the_image() -> None:
+    data = DataConfig(name="tissue", height_px=13, width_px=22)
+    dense = layers_of(SMALL, replace(data, task="segmentation"))
+    shapes = [layers_of(SMALL, data), dense]
+    images = torch.randn(2, 3, 13, 22, generator=torch.Generator().manual_seed(0))
+    mean, each = (
+        run_all(build_layers(layers, 0, len(layers), 0), images) for layers in shapes
+    )  # fmt: skip
+    assert each.shape == (2, 2, 13, 22)
+    torch.testing.assert_close(each.mean(dim=(2, 3)), mean)
+
+
+def run_all(modules: list[nn.Module], images: Tensor) -> Tensor:
+    values: tuple[Tensor, ...] = (images,)
+    for module in modules:
+        values = as_tuple(module(*values))
+    return values[0]
+
+
+def test_a_network_without_a_map_is_refused() -> None:
+    data = DataConfig(name="synthetic", task="segmentation")
+    with pytest.raises(ConfigError, match=r"data\.task=segmentation: model resnet gives one score .* set model=unet"):
+        resolve(RunSpec(data=data))
+    assert resolve(RunSpec(data=data, model=SMALL)).model.name == "unet"
 
 
 def test_a_skip_is_the_very_tensor_until_it_is_joined() -> None:

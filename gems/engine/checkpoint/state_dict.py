@@ -230,9 +230,10 @@ class NamedLayers(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run the layers in order."""
+        output: Any = tensors
         for module in self._in_order:
-            tensors = as_tuple(module(*tensors))
-        return tensors[0] if len(tensors) == 1 else tensors
+            output = module(*as_tuple(output))
+        return output
 
 
 def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn.Module:

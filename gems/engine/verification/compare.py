@@ -39,10 +39,11 @@ from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers, layer_seed, map_tensors, tensors_in
+from gems.models.build import as_tuple, build_layers, layer_seed
 from gems.models.imported.parts import whole_with_parts
 from gems.models.layer import Layer
 from gems.models.mixed import Precision
+from gems.models.outputs import map_tensors, tensors_in
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json

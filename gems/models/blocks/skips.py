@@ -49,10 +49,10 @@ class Ascend(nn.Module):
         return (out, *others) if others else out
 
 
-class PixelHead(nn.Module):
-    """A 1x1 convolution to the logits of each pixel, and their mean over the image.
+class DenseHead(nn.Module):
+    """A 1x1 convolution to the logits of each pixel.
 
-    Takes (N, in_channels, H, W) and gives logits (N, num_classes).
+    Takes (N, in_channels, H, W) and gives logits (N, num_classes, H, W).
     """
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
@@ -60,5 +60,15 @@ class PixelHead(nn.Module):
         self.conv = nn.Conv2d(in_channels, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x).mean(dim=(2, 3))
+        out: Tensor = self.conv(x)
         return out
+
+
+class PixelHead(DenseHead):
+    """The mean of the pixels' logits over the image.
+
+    Takes (N, in_channels, H, W) and gives logits (N, num_classes).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(dim=(2, 3))

@@ -1,17 +1,19 @@
-"""U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers, with a head that classifies the whole image.
+"""U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers: a map of classes, or one for the whole image.
 
 `model.depth` levels: on the way down two 3x3 convolutions a level and a 2x2 max pooling between levels, each of which
 doubles the channels from `model.width`; on the way up a 2x2 up-convolution, the skip of that level beside it, and two
 3x3 convolutions. Published are depth 5 and width 64 without a norm. Convolutions are padded here, so the map of the
-logits has the size of the image; sides need not be multiples of anything. The labels of the data are those of images,
-so the head averages the pixels' logits.
+logits has the size of the image; sides need not be multiples of anything. For data.task=segmentation the head gives
+that map, otherwise the mean of the pixels' logits.
 
 A skip travels by name through the layers between, as the very tensor: where it crosses a cut, it is sent on.
 """
 
 from __future__ import annotations
 
+from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig, ModelConfig
+from gems.data import task_of
 from gems.errors import ConfigError
 from gems.models.families.shared import check_classifier
 from gems.models.layer import MODELS, Layer, ModelFamily, block
@@ -44,7 +46,8 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         widen = {"in_channels": 2 * wide, "out_channels": wide, "names": skips}
         out.append(block(f"up{level + 1}.widen", "conv", "skips:Ascend", **widen))
         out += _double(f"up{level + 1}", 2 * wide, wide, model.norm, skips)
-    head = block("head", "head", "skips:PixelHead", in_channels=model.width, num_classes=data.num_classes)
+    target = "skips:DenseHead" if task_of(data) == "segmentation" else "skips:PixelHead"
+    head = block("head", "head", target, in_channels=model.width, num_classes=data.num_classes)
     return (*out, head)
 
 
@@ -68,4 +71,4 @@ def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tu
     )
 
 
-MODELS.register("unet", ModelFamily(layers, stride_px, title="{name}{depth}"))
+MODELS.register("unet", ModelFamily(layers, stride_px, tasks=TASKS, title="{name}{depth}"))

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from gems.config.schema import DataConfig, ModelConfig
+from gems.data import task_of
 from gems.errors import ConfigError
 from gems.models.layer import Layer
 from gems.utils.cache import cached
@@ -68,20 +69,20 @@ def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, d
     except TypeError as error:
         raise ConfigError("model.kwargs", model.kwargs, f"must be plain values ({error})") from error
     source = source_of(str(model.target), model.path)
-    return text, source, _description(text, source, data.num_classes)
+    return text, source, _description(text, source, data.num_classes, task_of(data))
 
 
 @lru_cache(maxsize=64)
-def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
+def _description(text: str, source: str | None, num_classes: int, task: str) -> dict[str, Any]:
     """Return names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
-        described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(text, num_classes)
+        described: dict[str, Any] = importlib.import_module(_TORCH_PART).describe(text, num_classes, task)
         return described
     if source is None:
-        return _ask(text, num_classes)
-    return cached(None, "model", repr((text, source, num_classes)), lambda: _ask(text, num_classes))
+        return _ask(text, num_classes, task)
+    return cached(None, "model", repr((text, source, num_classes, task)), lambda: _ask(text, num_classes, task))
 
 
-def _ask(text: str, num_classes: int) -> dict[str, Any]:
+def _ask(text: str, num_classes: int, task: str) -> dict[str, Any]:
     """Let a child process describe the network."""
-    return ask_child("model.target", json.loads(text)["target"], _TORCH_PART, text, str(num_classes))
+    return ask_child("model.target", json.loads(text)["target"], _TORCH_PART, text, str(num_classes), task)

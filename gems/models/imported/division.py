@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import count, groupby, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.fx.proxy import TraceError
 
 from gems.errors import ConfigError
 from gems.models.imported.user_code import place_of_forward, refusal
+from gems.models.outputs import tensors_in
 
 TRACED_BATCH = 2
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -26,12 +28,21 @@ _PLAIN = "a size or a value as a plain number (of a size only a block's own forw
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph, the value that each of its nodes gave, which earlier nodes' values it changed in place, and the last."""
+    """A graph, the value that each of its nodes gave, which earlier nodes' values it changed in place, and its output.
+
+    `output` is what the network gives: a tensor, or tensors in tuples, lists and dicts.
+    """
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
     writes: dict[fx.Node, tuple[fx.Node, ...]]
-    output: fx.Node
+    output: Any
+
+    @property
+    def end(self) -> fx.Node:
+        """The node of the output."""
+        last: fx.Node = list(self.graph.nodes)[-1]
+        return last
 
 
 def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
@@ -40,7 +51,7 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
     A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps of the graph.
 
     Raises:
-        ConfigError: a step that cannot be traced or does not run, with its line, or an output that is not one tensor.
+        ConfigError: a step that cannot be traced or does not run, with its line, or an output without a tensor.
     """
     tracer = _Tracer(image)
     try:
@@ -54,14 +65,14 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
             raise refusal(target, "cannot be cut into layers", error, why=str(error)) from error
         what = f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
         raise refusal(target, what, error) from error
-    output = next(node for node in graph.nodes if node.op == "output").args[0]
-    value = tracer.values[output] if isinstance(output, fx.Node) else output
-    if not isinstance(output, fx.Node) or not isinstance(value, Tensor):
+    end = next(node for node in graph.nodes if node.op == "output")
+    value = fx.node.map_arg(end.args[0], tracer.values.__getitem__)
+    if next(tensors_in(value), None) is None:
         raise ConfigError(
             "model.target", target,
-            f"its forward at {place_of_forward(root)} must give one tensor of logits, and gives {type(value).__name__}",
+            f"its forward at {place_of_forward(root)} must give a tensor of scores, and gives {type(value).__name__}",
         )  # fmt: skip
-    return Traced(graph, tracer.values, tracer.writes, output)
+    return Traced(graph, tracer.values, tracer.writes, value)
 
 
 def is_open(root: nn.Module, path: str) -> bool:
@@ -165,7 +176,8 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        if kind == "get_attr":  # parameters among arguments are made into nodes without a proxy
+        # parameters among arguments, and named tuples, are made into nodes without a proxy
+        if kind == "get_attr" or isinstance(node.target, type):
             self._evaluate(node)
         return node
 
@@ -249,8 +261,8 @@ class Slice:
     paths: tuple[str, ...]
 
 
-def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
-    """Divide a traced network into layers at its blocks, in the order in which they run.
+def divide(root: nn.Module, modes: Sequence[Traced]) -> list[tuple[Slice, ...]]:
+    """Divide a network traced in some modes into the same layers at its blocks, in the order in which they run.
 
     A new layer begins where the block changes (`block_of`). Steps between blocks, and modules without
     parameters and buffers, belong to the block before; in a Sequential every child is a layer. Neighbours become one
@@ -258,25 +270,55 @@ def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
     them, or when one changes in place what another holds by two names.
 
     A tensor that a later layer uses is handed on, as it is, by the layers between. A size is handed on as the shape
-    of a tensor without elements.
+    of a tensor without elements. A layer that does not run in a mode hands on what it gets.
     """
-    *nodes, end = traced.graph.nodes
-    layer_of, names = _begin(root, nodes, traced.values)
-    layer_of[end] = len(names) - 1
-    empty = ((n, n + 1) for n in range(len(names) - 1) if not _crossing(nodes, layer_of, n))
-    merged = _merge(len(names), [*_inseparable(root, traced, nodes, layer_of), *empty])
+    begun = [_begin(root, list(each.graph.nodes)[:-1], each.values) for each in modes]
+    names, numbers = _aligned([of_mode for _, of_mode in begun])
+    layer_of: dict[fx.Node, int] = {}
+    spans: list[tuple[int, int]] = []
+    for traced, (of_nodes, _), places in zip(modes, begun, numbers, strict=True):
+        layer_of |= {node: places[layer] for node, layer in of_nodes.items()} | {traced.end: len(names) - 1}
+        nodes = list(of_nodes)
+        spans += _inseparable(traced, nodes, layer_of)
+        spans += [(n, n + 1) for n in range(len(names) - 1) if not _crossing(nodes, layer_of, n)]
+    spans += _sharing(root, modes, layer_of)
+    merged = _merge(len(names), spans)
     layer_of = {node: merged[layer] for node, layer in layer_of.items()}
     groups = [list(group) for _, group in groupby(range(len(names)), key=merged.__getitem__)]
     titles = _titles([(names[group[0]], names[group[-1]]) for group in groups])
-    boundaries = [_crossing(nodes, layer_of, layer) for layer in range(len(groups) - 1)]
+    kinds = [type(root.get_submodule(names[group[0]])).__name__ for group in groups]
+    return [_slices_of(traced, layer_of, titles, kinds) for traced in modes]
+
+
+def _slices_of(
+    traced: Traced, layer_of: dict[fx.Node, int], titles: Sequence[str], kinds: Sequence[str]
+) -> tuple[Slice, ...]:
+    """Return the layers of a network in one mode."""
+    *nodes, _ = traced.graph.nodes
+    boundaries = [_crossing(nodes, layer_of, layer) for layer in range(len(titles) - 1)]
     out = []
-    for layer, (before, after) in enumerate(pairwise([[], *boundaries, end.all_input_nodes])):
+    for layer, (before, after) in enumerate(pairwise([[], *boundaries, None])):
         inside = [node for node in nodes if layer_of[node] == layer]
-        graph, slots = _graph_of(traced, inside, before, after)
+        graph, slots = _graph_of(traced, inside, before or [], after)
         paths = sorted({str(node.target) for node in inside if node.op in ("call_module", "get_attr")})
-        kind = type(root.get_submodule(names[groups[layer][0]])).__name__
-        out.append(Slice(titles[layer], kind, graph, slots, tuple(paths)))
+        out.append(Slice(titles[layer], kinds[layer], graph, slots, tuple(paths)))
     return tuple(out)
+
+
+def _aligned(modes: Sequence[Sequence[str]]) -> tuple[list[str], list[list[int]]]:
+    """Return the layers that run in any of the modes, in order, and the number of each mode's layers among them."""
+    names = list(modes[0])
+    for other in modes[1:]:
+        joined: list[str] = []
+        for _, first, end, other_first, other_end in SequenceMatcher(None, names, other, autojunk=False).get_opcodes():
+            mine, theirs = names[first:end], list(other[other_first:other_end])
+            joined += mine if mine == theirs else [*mine, *theirs]
+        names = joined
+    numbers = []
+    for mode in modes:
+        matches = SequenceMatcher(None, names, mode, autojunk=False).get_matching_blocks()
+        numbers.append([match.a + offset for match in matches for offset in range(match.size)])
+    return names, numbers
 
 
 def _begin(
@@ -305,21 +347,25 @@ def _state(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _inseparable(
-    root: nn.Module, traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
-) -> Iterator[tuple[int, int]]:
-    """Yield the spans of layers that must be one.
-
-    They share a parameter or a buffer, whose gradients and statistics are one. A value would cross between them that no
-    tensors carry. Or one changes what came to it by two names, or changes the network's state; what came by one name
-    only is copied first (`_graph_of`).
-    """
+def _sharing(root: nn.Module, modes: Iterable[Traced], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """Yield the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
     users: dict[int, list[int]] = {}
+    for traced in modes:
+        for node in traced.graph.nodes:
+            state = _state(root.get_submodule(str(node.target))) if node.op == "call_module" else []
+            for tensor in [traced.values[node]] if node.op == "get_attr" else state:
+                users.setdefault(id(tensor), []).append(layer_of[node])
+    yield from ((min(layers), max(layers)) for layers in users.values())
+
+
+def _inseparable(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """Yield the spans of layers that must be one in a mode.
+
+    A value would cross between them that no tensors carry. Or one changes what came to it by two names, or changes the
+    network's state; what came by one name only is copied first (`_graph_of`).
+    """
     for node in nodes:
-        here, target = layer_of[node], str(node.target)
-        state = _state(root.get_submodule(target)) if node.op == "call_module" else []
-        for tensor in [traced.values[node]] if node.op == "get_attr" else state:
-            users.setdefault(id(tensor), []).append(here)
+        here = layer_of[node]
         leaves = [leaf for _, leaf in _leaves(traced.values[node])]
         if not leaves or not all(isinstance(leaf, Tensor) or _is_size(leaf) for leaf in leaves):
             yield here, _last_use(node, layer_of)
@@ -331,7 +377,6 @@ def _inseparable(
         ]
         if len(changed) > 1 or any(other.op == "get_attr" for other in changed):
             yield min(layer_of[other] for other in changed), here
-    yield from ((min(layers), max(layers)) for layers in users.values())
 
 
 def _last_use(node: fx.Node, layer_of: dict[fx.Node, int]) -> int:
@@ -399,9 +444,12 @@ def _carrier(like: Tensor, *sizes: int) -> Tensor:
 
 
 def _graph_of(
-    traced: Traced, inside: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node]
+    traced: Traced, inside: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node] | None
 ) -> tuple[fx.Graph, tuple[str, ...]]:
-    """Return the graph of one layer and the names of what it gives (none for a single tensor)."""
+    """Return the graph of one layer and the names of what it gives (none for a single tensor).
+
+    Without `after` it is the last one, which gives the network's output.
+    """
     graph = fx.Graph()
     values = traced.values
     changed = {other for node in inside for other in traced.writes.get(node, ())}
@@ -416,6 +464,10 @@ def _graph_of(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder" and node in changed:
             copies[node] = graph.call_function(torch.clone, (copies[node],))
+    if after is None:
+        graph.output(fx.node.map_arg(traced.end.args[0], copies.__getitem__))
+        graph.lint()
+        return graph, ()
     like = next(iter(graph.nodes))  # a layer takes one tensor at least
     given: list[tuple[str, Any]] = []
     for node in after:

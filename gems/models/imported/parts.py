@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gems.config.recipe import TASKS
 from gems.errors import ConfigError
 from gems.models.blocks.chain import adopt
 from gems.models.imported.division import Slice, divide, trace
-from gems.models.imported.user_code import construct, construct_on_meta, other_generators, place_of_forward, refusal
+from gems.models.imported.user_code import construct, construct_on_meta, other_generators, refusal
+from gems.models.outputs import tensors_in
 from gems.utils.targets import answer
 
 Modes = dict[int, tuple[bool, bool]]  # id of a module -> whether it trains in evaluation, and in training
@@ -32,7 +34,7 @@ class Part(nn.Module):
 
     def __init__(self, whole: nn.Module, train: Slice, evaluate: Slice, modes: Modes) -> None:
         super().__init__()
-        self.output_names = train.output_names
+        self._output_names = (evaluate.output_names, train.output_names)
         for path in sorted({*train.paths, *evaluate.paths}):
             adopt(self, whole, path)
         self._modes = {name: modes[id(module)] for name, module in self.named_modules() if id(module) in modes}
@@ -47,10 +49,14 @@ class Part(nn.Module):
             self.get_submodule(name).training = modes[mode]
         return self
 
-    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the layer as it runs in the network's own forward, in the same mode."""
-        out: Tensor | tuple[Tensor, ...] = self._forwards[self.training](self, *tensors)
-        return out
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the tensors that the layer gives in its mode."""
+        return self._output_names[self.training]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Run the layer as it runs in the network's own forward, in the same mode; the last one gives its output."""
+        return self._forwards[self.training](self, *tensors)
 
 
 def modes_of(whole: nn.Module) -> Modes:
@@ -90,27 +96,31 @@ def release() -> None:
     _whole.cache_clear()
 
 
-def describe(text: str, num_classes: int) -> dict[str, Any]:
+def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any]:
     """Return the names and kinds of the layers, and the least images that the network takes at a time.
 
     These are 2 where one image is too few (batch norm over a single value, a dimension that squeeze drops).
 
     Raises:
-        ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose output is not
-            (N, num_classes).
+        ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose output has no tensor
+            (N, num_classes), or (N, num_classes, height, width) for a segmentation.
     """
     code, image = _request(text)
-    slices, (_, *shape) = _slices(text)
-    if shape != [num_classes]:
-        whole = ", ".join(map(str, ("N", *shape)))
-        raise ConfigError(
-            "model.target", code[0], f"gives logits of shape ({whole}), must give (N, data.num_classes={num_classes})",
-            "set data.num_classes, or what the network calls it in model.kwargs",
-        )  # fmt: skip
+    slices, shapes = _slices(text)
+    sides, named = (image[1:], ", data.height_px, data.width_px") if task == "segmentation" else ((), "")
+    for of_mode in shapes:
+        if not any(shape[1:] == (num_classes, *sides) for shape in of_mode):
+            whole = " and ".join(f"({', '.join(map(str, ('N', *shape[1:])))})" for shape in of_mode)
+            raise ConfigError(
+                "model.target", code[0],
+                f"gives logits of shape {whole}, must give (N, data.num_classes={num_classes}{named}) for {task}",
+                "set data.num_classes, or what the network calls it in model.kwargs",
+            )  # fmt: skip
     min_batch = 2
     network = construct_on_meta(*code).train()
     with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):
-        if tuple(network(torch.empty((1, *image))).shape) == (1, num_classes):
+        alone = [tuple(tensor.shape) for tensor in tensors_in(network(torch.empty((1, *image))))]
+        if alone == [(1, *shape[1:]) for shape in shapes[0]]:
             min_batch = 1
     return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": min_batch}
 
@@ -123,20 +133,14 @@ def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None], tuple[i
 
 
 @lru_cache(maxsize=4)
-def _slices(text: str) -> tuple[tuple[tuple[Slice, Slice], ...], tuple[int, ...]]:
-    """Return each layer in training and in evaluation, and the shape of the logits of two images."""
+def _slices(text: str) -> tuple[tuple[tuple[Slice, Slice], ...], list[list[tuple[int, ...]]]]:
+    """Return each layer in training and in evaluation, and the shapes of their outputs' tensors for two images."""
     code, image = _request(text)
     root = construct_on_meta(*code)
     traced = [trace(root.train(mode), image, code[0]) for mode in (True, False)]
-    train, evaluate = (divide(root, each) for each in traced)
-    shapes = [[(each.name, each.output_names) for each in slices] for slices in (train, evaluate)]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(
-            "model.target", code[0],
-            f"its forward at {place_of_forward(root)} takes other layers in evaluation than in training",
-            "let it take the same ones",
-        )  # fmt: skip
-    return tuple(zip(train, evaluate, strict=True)), tuple(traced[0].values[traced[0].output].shape)
+    train, evaluate = divide(root, traced)
+    shapes = [[tuple(tensor.shape) for tensor in tensors_in(each.output)] for each in traced]
+    return tuple(zip(train, evaluate, strict=True)), shapes
 
 
 @dataclass(slots=True)
@@ -169,7 +173,7 @@ _whole = lru_cache(maxsize=2)(_Whole)
 def main(argv: Sequence[str]) -> None:
     """Print what `describe` gives or what it refuses."""
     answer(
-        lambda: describe(argv[0], int(argv[1])),
+        lambda: describe(argv[0], int(argv[1]), argv[2]),
         lambda error: refusal(_request(argv[0])[0][0], "cannot be cut into layers", error),
     )
 

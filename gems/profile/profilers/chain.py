@@ -23,7 +23,16 @@ from gems.models import Layer, layers_of, title_of
 from gems.models.build import input_spec
 from gems.models.mixed import Precision
 from gems.profile.model_profile import LayerProfile, ModelProfile, Saved, counted, product_bytes_of, stash_of
-from gems.profile.profilers.layer_run import Gradient, Gradients, LayerCall, Layout, Loss, Times, training_loss
+from gems.profile.profilers.layer_run import (
+    Gradient,
+    Gradients,
+    LayerCall,
+    Layout,
+    Loss,
+    Times,
+    task_loss,
+    training_loss,
+)
 from gems.profile.profilers.live_bytes import Workspace
 from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
 from gems.profile.store import subject, versions
@@ -113,7 +122,7 @@ def profile_model(
     """Return the profile of a model on micro-batches of one shape."""
     given = given_tensors(data, micro_batch_size, Precision.of(dtype).compute, torch.device("meta"))
     shape = (data.height_px, data.width_px, micro_batch_size)
-    layers = profile_chain(layers_of(model, data), given, lab)
+    layers = profile_chain(layers_of(model, data), given, lab, task_loss(data))
     input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
     facts = {**facts, "subject": subject(model, data, micro_batch_size, dtype)}
     return ModelProfile(title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts)
@@ -131,7 +140,9 @@ def given_tensors(data: DataConfig, micro_batch_size: int, dtype: torch.dtype, d
     return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]
 
 
-def profile_chain(layers: Sequence[Layer], given: Sequence[Tensor], lab: Lab) -> tuple[LayerProfile, ...]:
+def profile_chain(
+    layers: Sequence[Layer], given: Sequence[Tensor], lab: Lab, loss: Loss = training_loss
+) -> tuple[LayerProfile, ...]:
     """Return the profile of each layer of a model, first to last.
 
     `given` are its inputs, none sharing memory; only their layout is used. The last layer's one output goes into the
@@ -141,10 +152,10 @@ def profile_chain(layers: Sequence[Layer], given: Sequence[Tensor], lab: Lab) ->
     known: dict[object, _Kind] = {}
     chain: list[_Placed] = []
     for index, layer in enumerate(layers):
-        loss = training_loss if index == len(layers) - 1 else None
-        key = (layer.target, layer.options, index == 0, loss is not None, _pattern(slots))
+        of_layer = loss if index == len(layers) - 1 else None
+        key = (layer.target, layer.options, index == 0, of_layer is not None, _pattern(slots))
         if key not in known:
-            make = partial(lab.call, layer, index, slots, loss)
+            make = partial(lab.call, layer, index, slots, of_layer)
             try:
                 call = make()
                 with lab.mode:

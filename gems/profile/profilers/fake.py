@@ -23,11 +23,12 @@ from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
-from gems.models.build import Dtype, as_precision, as_tuple, build_layer, tensors_in
+from gems.models.build import Dtype, as_precision, as_tuple, build_layer
 from gems.models.mixed import Precision, compute_in
+from gems.models.outputs import tensors_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
-from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, training_loss
+from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, task_loss
 from gems.profile.profilers.live_bytes import workspace_of
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
@@ -250,10 +251,10 @@ def _whole_peak_bytes(model: ModelConfig, data: DataConfig, micro_batch_size: in
         tracker = WholePeak()
         tracker.track_external(net, *images)
         with tracker:
-            values = tuple(images)
+            output: Any = tuple(images)
             for module in net:
-                values = as_tuple(module(*values))
-            loss = training_loss(values[0])
-            del values
+                output = module(*as_tuple(output))
+            loss = task_loss(data)(output)
+            del output
             torch.autograd.backward([loss])
     return tracker.peak_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,7 @@ from gems.models.build import TensorSpec, as_tuple, boundary_shapes, input_spec
 from gems.models.mixed import Precision
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.fake import fake_lab
-from gems.profile.profilers.layer_run import (
-    LayerCall,
-    Run,
-    fresh_gradients,
-    give_gradients,
-    given_memory,
-    training_loss,
-)
+from gems.profile.profilers.layer_run import LayerCall, Run, fresh_gradients, give_gradients, given_memory, task_loss
 from gems.profile.profilers.live_bytes import AllocatedBytes, LiveBytes, Workspace, unique_bytes
 from gems.profile.profilers.measured import device_lab
 
@@ -78,7 +72,7 @@ class Devices:
         optimizer_states: int = 1,
     ) -> None:
         kind = Precision.of(dtype)
-        self._layers = layers_of(model, data)
+        self._layers, self._loss = layers_of(model, data), task_loss(data)
         self._copies = 2 + optimizer_states
         given = input_spec(data, micro_batch_size, kind.compute)
         self._given = [(given,), *boundary_shapes(self._layers, given.shape, kind, given.dtype)]
@@ -94,7 +88,7 @@ class Devices:
             stage = _Layers([self._lab.build(self._layers[index], index) for index in range(first, end)])
             with self._lab.mode:
                 inputs = [self._input(spec) for spec in self._given[first]]
-                loss = training_loss if end == len(self._layers) else None
+                loss = self._loss if end == len(self._layers) else None
                 moving = trained_peak_bytes(LayerCall(stage, inputs, first == 0, loss), self._lab.workspace)
                 static = self._copies * unique_bytes(stage.parameters()) + unique_bytes(stage.buffers())
                 self._known[key] = static + unique_bytes(inputs) + moving
@@ -133,8 +127,9 @@ class _Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return what the last layer passes on."""
+    def forward(self, *values: Tensor) -> Any:
+        """Return what the last layer gives."""
+        output: Any = values
         for layer in self.layers:
-            values = as_tuple(layer(*values))
-        return values
+            output = layer(*as_tuple(output))
+        return output

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,11 +20,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
+from gems.config.schema import DataConfig
+from gems.data import task_of
 from gems.models.build import as_tuple
 from gems.models.mixed import low_copies
+from gems.models.outputs import tensors_in
 from gems.profile.profilers.live_bytes import storage_of
 
-Loss = Callable[[Tensor], Tensor]
+Loss = Callable[[Any], Tensor]
+_OF_VALUES: dict[str, Callable[..., Tensor]] = {
+    "multi_label": functional.binary_cross_entropy_with_logits,
+    "regression": functional.mse_loss,
+}
 T = TypeVar("T")
 
 
@@ -99,8 +107,8 @@ class Times:
 class LayerCall:
     """A layer and its inputs; a tensor that is among them twice is the same tensor to the layer.
 
-    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a scalar of its one
-    output, in place of handing that on.
+    A layer that `is_first` computes no input gradient. The last one has a `loss`, which makes a scalar of what it
+    gives, in place of handing that on.
     """
 
     module: nn.Module
@@ -142,11 +150,27 @@ def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> 
     return {each.storage: each.memory(device) for each in gradients if each is not None and each.is_given}
 
 
-def training_loss(logits: Tensor) -> Tensor:
-    """Return the loss as the engine computes it, of logits (N, classes, ...) against the class 0."""
-    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    labels = torch.zeros(logits.shape[:1] + logits.shape[2:], dtype=torch.int64, device=logits.device)
-    return functional.cross_entropy(wide, labels, reduction="sum")
+def training_loss(output: Any, task: str = "classification") -> Tensor:
+    """Return the task's loss of a model's output, as the engine computes it: of all its tensors if it has several.
+
+    Labels are the class 0, of each sample, place or pixel, or values 0.
+    """
+    total: Tensor | None = None
+    for scores in tensors_in(output):
+        wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+        if task in _OF_VALUES:
+            loss = _OF_VALUES[task](wide, torch.zeros_like(wide), reduction="sum")
+        else:
+            labels = torch.zeros(scores.shape[:1] + scores.shape[2:], dtype=torch.int64, device=scores.device)
+            loss = functional.cross_entropy(wide, labels, reduction="sum")
+        total = loss if total is None else total + loss
+    assert total is not None
+    return total
+
+
+def task_loss(data: DataConfig) -> Loss:
+    """Return the loss of the task of some data."""
+    return partial(training_loss, task=task_of(data))
 
 
 def give_gradients(module: nn.Module) -> None:
@@ -184,9 +208,9 @@ class Run:
         self.values = [leaves[id(tensor)] for tensor in call.inputs]
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Run the layer, and the loss on its first output."""
-        outputs = as_tuple(self._call.module(*self.values))
-        return outputs if self._call.loss is None else (self._call.loss(outputs[0]),)
+        """Run the layer, and the loss on what it gives."""
+        output = self._call.module(*self.values)
+        return as_tuple(output) if self._call.loss is None else (self._call.loss(output),)
 
     def take(
         self,

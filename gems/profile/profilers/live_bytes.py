@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gems.models.build import tensors_in
+from gems.models.outputs import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 _FORWARD = torch.ops.aten.convolution.default

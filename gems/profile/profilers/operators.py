@@ -15,13 +15,13 @@ from torch import Tensor
 from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.blocks.chain import operator_module
-from gems.models.build import as_tuple
 from gems.models.mixed import Precision, compute_in
+from gems.models.outputs import tensors_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import given_tensors
 from gems.profile.profilers.fake import fake_lab, made_fake, on_meta, rates_of
-from gems.profile.profilers.layer_run import LayerCall, training_loss
+from gems.profile.profilers.layer_run import LayerCall, task_loss
 from gems.profile.profilers.meter import meter
 from gems.profile.profilers.take import answer
 
@@ -47,7 +47,7 @@ def take(spec: RunSpec) -> OpGraph:
     for number, operator in enumerate(operators):
         inputs = tuple(t for feeder in operator.feeders for t in outputs[feeder]) or start
         layer = layers[operator.layer]
-        loss = training_loss if number == len(operators) - 1 else None
+        loss = task_loss(spec.data) if number == len(operators) - 1 else None
         key = (
             layer.target, layer.options, operator.path, number == 0, loss is None,
             tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs),
@@ -57,7 +57,7 @@ def take(spec: RunSpec) -> OpGraph:
             with lab.mode:
                 call = LayerCall(compute_in(made_fake(module), precision), inputs, number == 0, loss)
                 times, found = lab.times(call), meter(call, lab.workspace)
-                made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in as_tuple(module(*inputs)))
+                made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in tensors_in(module(*inputs)))
             state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
             handed_bytes = 0 if loss else sum(output.layout.num_bytes for output in found.outputs)
             backward_s = times.input_grad_s + times.weight_grad_s

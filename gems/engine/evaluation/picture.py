@@ -1,0 +1,74 @@
+"""A picture of some validation samples of a segmentation: image, mask, prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gems.data import Dataset
+from gems.data.dataset import NO_LABEL
+from gems.engine.loss import Outputs
+from gems.engine.metrics import Metric, Scores, Values
+
+SAMPLES, SIDE_PX, GAP_PX, TITLE_PX = 4, 160, 8, 20
+TITLES = ("image", "mask", "prediction")
+COLOURS = ((245, 245, 245), (178, 60, 30), (30, 100, 180), (60, 150, 60), (150, 90, 170), (220, 160, 30), (90, 90, 90))
+IGNORED = (0, 0, 0)
+Pixels = NDArray[np.uint8]
+
+
+class Predictions(Metric):
+    """The predicted classes of the first samples that it is given."""
+
+    def __init__(self, scores: Scores) -> None:
+        super().__init__(0)
+        self._scores = scores
+        self.maps: list[Tensor] = []
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Keep the classes of samples while fewer than SAMPLES are kept."""
+        wanted = SAMPLES - len(self.maps)
+        if wanted > 0:
+            self.maps += list(self._scores(outputs)[:wanted].argmax(1).cpu())
+
+    def compute(self) -> Values:
+        """Return no figure."""
+        return {}
+
+
+def write_picture(path: Path, dataset: Dataset, maps: list[Tensor]) -> None:
+    """Write a row of image, mask and prediction for each of the first validation samples, of which `maps` are known."""
+    from PIL import Image, ImageDraw
+
+    columns = len(TITLES)
+    size = (GAP_PX + columns * (SIDE_PX + GAP_PX), TITLE_PX + len(maps) * (SIDE_PX + GAP_PX))
+    picture = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(picture)
+    for column, title in enumerate(TITLES):
+        pen.text((GAP_PX + column * (SIDE_PX + GAP_PX), 4), title, fill="black")
+    for row, predicted in enumerate(maps):
+        image, mask = dataset.sample("validation", row)
+        for column, pixels in enumerate(
+            (_shown(np.asarray(image)), coloured(np.asarray(mask)), coloured(predicted.numpy()))
+        ):
+            tile = Image.fromarray(pixels).resize((SIDE_PX, SIDE_PX), Image.Resampling.NEAREST)
+            picture.paste(tile, (GAP_PX + column * (SIDE_PX + GAP_PX), TITLE_PX + row * (SIDE_PX + GAP_PX)))
+    picture.save(path)
+
+
+def coloured(classes: NDArray[np.int64]) -> Pixels:
+    """Return a map of classes (H, W) in colours, (H, W, 3); what is ignored is black."""
+    table = np.array([*COLOURS, IGNORED], dtype=np.uint8)
+    shown: Pixels = table[np.where(classes == NO_LABEL, len(COLOURS), classes % len(COLOURS))]
+    return shown
+
+
+def _shown(image: NDArray[np.float32]) -> Pixels:
+    """Return an image (C, H, W) as bytes (H, W, 3), from its least to its greatest value."""
+    three = image[:3] if len(image) >= 3 else np.repeat(image[:1], 3, axis=0)
+    least, most = float(three.min()), float(three.max())
+    scaled = (three - least) / max(most - least, 1e-12) * 255
+    return np.ascontiguousarray(scaled.transpose(1, 2, 0).astype(np.uint8))

@@ -1,0 +1,29 @@
+"""What a model gives: a tensor, or tensors in tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, first to last."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(part)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return an output with each of its tensors changed by a function."""
+    if isinstance(output, Tensor):
+        return function(output)
+    if isinstance(output, Mapping):
+        return {key: map_tensors(function, part) for key, part in output.items()}
+    if isinstance(output, tuple | list):
+        parts = [map_tensors(function, part) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return output
