@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,11 @@ from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, code_words, li
 pytestmark = pytest.mark.docs
 MAX_README_WORDS = 1500
 VERBS = {"gems": GEMS_VERBS, "jobs": JOBS_VERBS, "analysis": ANALYSIS_VERBS}
-GROUPS = {f.name: f.default_factory for f in fields(RunSpec) if f.default_factory is not MISSING}
+GROUPS = {f.name: f.default_factory for f in fields(RunSpec) if is_dataclass(f.default_factory)}
 KEY = re.compile(rf"\b({'|'.join(GROUPS)})\.([a-z]\w*)")
 FREE = ("cluster.sbatch", "cluster.environment", "cluster.KEY", "model.kwargs")
 FILE = re.compile(r"\b(?:gems|jobs|analysis|conf|scripts|tests|examples|docs)/[\w./-]*\w")
+FILE_ENDINGS = ("h5", "json", "png", "safetensors")
 MADE = ("conf/cluster/NAME", "conf/experiment/")
 
 
@@ -54,7 +55,7 @@ def test_keys_are_those_of_the_schema(page: Path) -> None:
     for group, key in KEY.findall(text):
         if not f"{group}.{key}".startswith(FREE) and f"{group}.{key}" not in ("model.path", "data.path"):
             known = {f.name for f in fields(GROUPS[group])}
-            assert key in known or (ROOT / "gems" / group / f"{key}.py").exists() or key in ("h5", "json", "png"), (
+            assert key in known or (ROOT / "gems" / group / f"{key}.py").exists() or key in FILE_ENDINGS, (
                 f"{name(page)} names {group}.{key}"
             )
 
