@@ -33,10 +33,10 @@ VERBS = {
                  "--speedup"), ())),
     "evaluate": Verb("gems.cli.evaluate:evaluate",
     "measures a run's weights: evaluate RUN [data=... key=value ...] [--weights best]",
-                     choices={"--weights": ("last", "best")}, takes_words=True),
+                     choices={"--weights": ("last", "best", "average")}, takes_words=True),
     "export": Verb("gems.cli.export:export",
     "writes a run's weights as a plain state dict: export RUN --out FILE.safetensors|.pt [--weights best]",
-                   choices={"--out": (), "--weights": ("last", "best")}, takes_words=True),
+                   choices={"--out": (), "--weights": ("last", "best", "average")}, takes_words=True),
     "verify": Verb("gems.cli.verify:verify",
     "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from gems.runs.lookup import find_run
 from gems.utils.tables import name_values
 
 PROGRAM = "gems.engine.evaluation.program"
-LAST, BEST = "last", "best"
+LAST, BEST, AVERAGE = "last", "best", "average"
 
 
 def evaluate(words: Sequence[str], options: Options) -> int:
@@ -62,13 +62,18 @@ def run_for_inference(words: Sequence[str], weights: str, verb: str) -> tuple[Ru
 
 
 def weights_folder(path: Path, weights: str) -> Path:
-    """Return the folder of the last or of the best weights of a run.
+    """Return the folder of the last weights of a run, of the best, or of those averaged over its steps.
 
     Raises:
-        ConfigError: the run has kept none that were best.
+        ConfigError: the run has kept none that were best, or no average.
     """
     if weights == LAST:
         return path
+    if weights == AVERAGE:
+        average = RunFolder(path).checkpoint / AVERAGE
+        if not average.is_dir():
+            raise ConfigError("--weights", weights, f"{path} has none", "train with train.ema_decay=0.999")
+        return average
     best = RunFolder(path).best_weights()
     if best is None:
         raise ConfigError("--weights", weights, f"{path} has none", "train with train.monitor=METRIC")

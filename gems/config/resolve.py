@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from typing import Any
 
 from gems.config.constraints import check_constraints
 from gems.config.fields import check_fields, keys
@@ -13,6 +14,7 @@ from gems.config.schema import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, Parallel
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 from gems.utils.registry import load_plugins, plugin_folder
+from gems.utils.targets import locate
 
 # Fields of `cost` that a profile fills: what is measured is no part of what the user asked for.
 PROFILED = (
@@ -31,11 +33,28 @@ def resolve(spec: RunSpec) -> RunSpec:
         spec = replace(spec, plugins_dir=spec.plugins_dir or plugin_folder(spec.plugins))
         load_plugins(spec.plugins, spec.plugins_dir)
     check_fields(spec)
+    spec = _resolve_targets(spec)
     for resolver in RESOLVERS.values():
         spec = resolver(spec)
     parallel = resolve_counts(spec)
     check_constraints(replace(spec, parallel=parallel))
     return _resolve_nodes(replace(spec, parallel=parallel))
+
+
+def _resolve_targets(spec: RunSpec) -> RunSpec:
+    """Return the run with the folders of the targets of its recipe, so that ranks find them wherever they start."""
+    changed: dict[str, Any] = {}
+    for section in ("loss", "optimizer", "lr_scheduler"):
+        config = getattr(spec, section)
+        if config.target is not None:
+            changed[section] = replace(config, path=locate(f"{section}.target", config.target, config.path)[1])
+    metrics = {
+        name: {**options, "path": locate(f"metrics.{name}.target", str(options["target"]), options.get("path"))[1]}
+        if isinstance(options, dict) and options.get("target")
+        else options
+        for name, options in spec.metrics.items()
+    }
+    return replace(spec, metrics=metrics, **changed)
 
 
 def global_batch(spec: RunSpec) -> int:

@@ -96,3 +96,7 @@ def test_refusals(trained: Path, words: list[str], says: str) -> None:
 def test_a_run_without_best_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--weights=best: .* has none; train with train\.monitor=METRIC$"):
         weights_folder(tmp_path, "best")
+    with pytest.raises(ConfigError, match=r"^--weights=average: .* has none; train with train\.ema_decay"):
+        weights_folder(tmp_path, "average")
+    (tmp_path / "checkpoint" / "average").mkdir(parents=True)
+    assert weights_folder(tmp_path, "average") == tmp_path / "checkpoint" / "average"
