@@ -18,7 +18,9 @@ FREE_TEXT = {
     "cluster.account_suffix", "cluster.partition", "cluster.mpi",
     "cluster.python", "cluster.charge_unit", "cluster.container_image", "data.path", "model.path", "profile.path",
     "schedule.path",
-    "train.initial_checkpoint", "model.target",
+    "train.initial_checkpoint", "model.target", "plugins_dir",
+    # read only beside another key: a target, a network with several outputs, validation, a file of weights
+    "loss.path", "loss.output", "optimizer.path", "lr_scheduler.path", "train.monitor", "train.initial_prefix",
 }  # fmt: skip
 NO_WORD = st.from_regex(r"zq[a-z]{1,8}", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24)

@@ -31,7 +31,7 @@ def refusal(*words: str) -> str:
         ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be text"),
         ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
         ("train.resume=/", "train.resume=/: is neither auto nor never, nor a folder with a checkpoint"),
-        ("train.resume=''", "train.resume='': must be auto, never, or the folder"),
+        ("train.resume=''", "train.resume='': must be auto, force, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
         ("schedule=[]", "schedule=[]: allowed: "),
         ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),

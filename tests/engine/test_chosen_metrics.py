@@ -134,7 +134,7 @@ def test_they_are_chosen_by_group_or_by_key() -> None:
     spec = compose([*words, "metrics.f1.kwargs.task=binary"])
     assert spec.metrics == {
         "auc": {"name": "auc"}, "confusion_matrix": {"name": "confusion_matrix"},
-        "f1": {"target": "torchmetrics.F1Score", "kwargs": {"task": "binary"}},
+        "f1": {"target": "torchmetrics.F1Score", "kwargs": {"task": "binary"}, "path": None},
     }  # fmt: skip
     assert compose(["data=synthetic", "metrics=auc"]).metrics == {"auc": {"name": "auc"}}
 

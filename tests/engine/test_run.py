@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gems.engine.checkpoint.manifest import checkpoint_folders
-from gems.errors import RankFailedError, StalledError
+from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.folder import RunFolder
@@ -121,15 +121,15 @@ def image_folder(path: Path) -> Path:
 def test_an_image_that_cannot_be_decoded_ends_all_ranks(tmp_path):
     """One rank reads images, and fails in the middle of the run; the other would wait for its data for ever."""
     path = image_folder(tmp_path / "images")
-    for name in ("one", "two"):
-        broken_png(path / name / "3.png")
     folder = make_folder(
         tmp_path / "runs", data__name="folder", data__path=str(path), data__num_classes=2, data__train_samples=8,
         data__validation_samples=2, data__prefetch_steps=0, train__steps=50,
     )  # fmt: skip
+    for name in ("one", "two"):
+        broken_png(path / name / "3.png")  # after the data were checked, which would have refused them
     ended = launch(folder)
-    assert not ended.timed_out and ended.returncode == RankFailedError.exit_code
-    record = failure(folder, 0, RankFailedError.exit_code)
+    assert not ended.timed_out and ended.returncode == ConfigError.exit_code
+    record = failure(folder, 0, ConfigError.exit_code)
     assert not folder.failed_json(1).exists()
     assert len(lines_of(ended)) == 1 and record["cause"] in lines_of(ended)[0]
 

@@ -141,6 +141,6 @@ def test_evaluation_runs_the_plain_layers():
     stage.split_layers()
     stage.modules.eval()
     x = torch.randn(2, 4, 6, 6)
-    (got,) = stage.infer((x,))
+    got = stage.infer((x,))
     assert torch.equal(got, copy.deepcopy(nn.Sequential(*layers)).eval()(x).detach())
     assert stage.num_in_flight == 0

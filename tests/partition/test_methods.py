@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 
 import gems.partition.methods
+from gems.config.recipe import OptimizerConfig
 from gems.config.resolve import resolve
-from gems.config.schema import (
-    MachineConfig,
-    ModelConfig,
-    ParallelConfig,
-    PartitionConfig,
-    RunSpec,
-    ScheduleConfig,
-    TrainConfig,
-)
+from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
 from gems.partition.compare import PLAIN, at_most, compare, evaluate, plain_pipeline
@@ -140,8 +133,8 @@ class TestRuns:
     def test_the_optimizer_is_the_runs(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
         optimizers = [
-            partition_case(spec_of(train=train), schedule).optimizer
-            for train in (TrainConfig(), TrainConfig(momentum=0.0), TrainConfig(optimizer="adam"))
+            partition_case(spec_of(optimizer=optimizer), schedule).optimizer
+            for optimizer in (OptimizerConfig(), OptimizerConfig(momentum=0.0), OptimizerConfig(name="adam"))
         ]
         assert optimizers == ["sgd", "sgd_plain", "adam"]
 

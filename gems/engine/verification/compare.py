@@ -93,6 +93,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
 
     def forward(images: Tensor, step: int, number: int) -> Any:
         draws.at(step, number)
+        images = images.clone()  # a network may change its input in place, and each batch is run more than once
         if whole is not None:
             return whole(images)
         output: Any = (images,)
