@@ -63,7 +63,7 @@ def runner(capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.
             code = cli.main("gems", verbs, argv)
         finally:
             log.handlers[:], log.level = handlers, level  # Hydra's --info logs to this test's own output
-        assert (sys.argv, dict(os.environ)) == before, "the process is as it was"
+        assert (sys.argv, dict(os.environ)) == before, (sys.argv, set(os.environ.items()) ^ set(before[1].items()))
         return Said(code, *capfd.readouterr())
 
     return run

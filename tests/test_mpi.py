@@ -13,11 +13,10 @@ FOLDER = Path(__file__).parent / "mpi"
 NUM_RANKS = 4
 
 
-# files that share ranks, whose start takes as long as many a test
+# Files that share ranks, whose start takes as long as many a test; all in one would use up the communicators of MPI.
 TOGETHER = {
-    "runs": ("attribution", "emulated", "training", "transport"),
     "bits": ("exactness", "memory", "placed", "tasks", "zoo"),
-    "states": ("resume",),
+    "runs": ("attribution", "emulated", "resume", "training", "transport"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -39,6 +39,7 @@ NO_FLOAT = st.one_of(
 )  # fmt: skip
 NO_BOOL = st.one_of(NO_WORD, st.sampled_from(["1.5", "2x", "[true]", "{a: true}", "null", "''", "truth"]))
 NO_TEXT = st.sampled_from(["[a]", "{a: b}", "[]", "{}", "[[a]]"])
+NO_MAPPING = st.sampled_from(["5", "1.5", "zq", "[a]", "true", "''", "null"])
 NO_LIST = st.sampled_from(["5", "1.5", "zq", "{a: 1}", "true", "''", "null"])
 HALVES = [
     "[1",
@@ -87,7 +88,7 @@ COUNTED = [key for key in KEYS if key.kind in (int, float)]
 def wrong_value_of(key: Key) -> SearchStrategy[str]:
     """Return values that no run can have."""
     kinds: dict[Any, SearchStrategy[str]] = {int: NO_INT, float: NO_FLOAT, bool: NO_BOOL, str: NO_TEXT}
-    values = kinds.get(key.kind, NO_LIST)
+    values = kinds.get(key.kind, NO_MAPPING if get_origin(key.kind) is dict else NO_LIST)
     if key.kind is str and key.name not in FREE_TEXT:
         values = values | st.one_of(NO_WORD, st.just("''"))
     if key.is_optional:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,19 +103,18 @@ def boundary_shapes(
     precision layers hand on the low type.
 
     The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
-    run once. A layer's tensors are named after it, with a number when it gives several, or as its module's
+    run once in a process. A layer's tensors are named after it, with a number when it gives several, or as its module's
     `output_names` says; the parts of a user's network may give others when they are not `training`.
     """
     wide, low = as_precision(dtype)
     given = wide if input_dtype in (None, low) else input_dtype
     specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), given or wide),)
-    seen: dict[tuple[object, ...], tuple[TensorSpec, ...]] = {}
     out: list[tuple[TensorSpec, ...]] = []
     for layer in layers:
-        key = (layer.target, layer.options, tuple((spec.shape, spec.dtype) for spec in specs))
-        if key not in seen:
-            seen[key] = _outputs(layer, specs, wide, training)
-        specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in seen[key])
+        with _noting(layer, specs):
+            unnamed = tuple(replace(spec, name="") for spec in specs)
+            specs = _outputs(replace(layer, name="", kind=""), unnamed, wide, training)
+        specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in specs)
         out.append(specs)
     return [tuple(replace(spec, dtype=low if spec.dtype is wide else spec.dtype) for spec in specs) for specs in out]
 
@@ -133,7 +134,18 @@ def model_output(layer: Layer, inputs: Sequence[TensorSpec], dtype: torch.dtype,
 
     It is a tensor, or tensors in tuples, lists and dicts, which may differ in training.
     """
-    return _run_on_meta(layer, inputs, dtype, training)[1]
+    with _noting(layer, inputs):
+        return _run_on_meta(layer, inputs, dtype, training)[1]
+
+
+@contextlib.contextmanager
+def _noting(layer: Layer, inputs: Sequence[TensorSpec]) -> Iterator[None]:
+    """Add to an error which layer took which shapes."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in inputs)}")
+        raise
 
 
 def _run_on_meta(
@@ -142,14 +154,11 @@ def _run_on_meta(
     """Return the module of a layer, and what it gives; only parts of a user's network differ in training."""
     module = build_layer(layer, 0, 0, dtype, "meta").train(training and layer.is_part)
     tensors = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in inputs]
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            return module, module(*tensors)
-    except Exception as error:
-        error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in inputs)}")
-        raise
+    with torch.no_grad(), torch.device("meta"):
+        return module, module(*tensors)
 
 
+@functools.lru_cache(maxsize=4096)
 def _outputs(layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype, training: bool) -> tuple[TensorSpec, ...]:
     """Return what a layer gives, named by what follows its own name."""
     module, output = _run_on_meta(layer, specs, dtype, training)

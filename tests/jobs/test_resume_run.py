@@ -10,7 +10,7 @@ import pytest
 from gems.utils.atomic_io import read_json
 from scripts.bench.resume import OVERRIDES, bits, run, run_and_kill
 
-STEPS = 12
+STEPS = 40
 SMALL = [
     *OVERRIDES,
     "model=resnet20_v1",

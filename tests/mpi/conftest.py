@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gems.engine.transport.mpi import Comm, Transport, abort, world
+from gems.engine.transport.mpi import Comm, Transport, abort, meet, world
 from gems.utils.logs import set_up_rank_logging
 
 
@@ -41,5 +41,6 @@ def together(control: Transport) -> Iterator[None]:
 
 def sub_world(comm: Comm, size: int) -> Comm | None:
     """Return the first `size` ranks a world of their own, and the rest None; collective."""
+    meet(comm)
     part = comm.Split(0 if comm.rank < size else 1, comm.rank)
     return part if comm.rank < size else None  # type: ignore[return-value]

@@ -9,6 +9,7 @@ import pytest
 from analysis.attribution.causes import Attribution, attribute
 from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
+from gems.engine.transport.mpi import meet
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
@@ -32,11 +33,11 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     }  # fmt: skip
     spec = make_spec("1f1b", 4, 1, runs_dir=path, **(options | changes))
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
-    comm.Barrier()
+    meet(comm)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     emulate(spec, folder, comm, heartbeat)
     heartbeat.close()
-    comm.Barrier()
+    meet(comm)
     return folder, attribute(load_parts(folder.path).trace)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.engine.emulation.run import emulate
+from gems.engine.transport.mpi import meet
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -28,14 +29,14 @@ def run_on(comm, schedule: str, partitions: int, replicas: int = 1, spoil=None, 
     options = {"machine__kind": "emulated", "cost__unit_s": 0.0005, "parallel__micro_batches": 8} | changes
     spec = make_spec(schedule, partitions, replicas, runs_dir=path, **options)
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
-    comm.Barrier()
+    meet(comm)
     if spoil is not None:
         folder = spoil(folder)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     emulate(spec, folder, comm, heartbeat)
     heartbeat.close()
     made = folder.read_schedule()
-    comm.Barrier()
+    meet(comm)
     return made, [events_of(folder.path, rank) for rank in range(comm.size)]
 
 

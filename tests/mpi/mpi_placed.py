@@ -17,6 +17,7 @@ from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
+from gems.engine.transport.mpi import meet
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
 from gems.models.steps import operators_of
@@ -84,7 +85,7 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     loader.close()
     assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
     weights.save(pipeline, folder)
-    comm.barrier()
+    meet(comm)
     chain = build_pipeline(spec, comm, CPU)
     again = build_pipeline(make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1])
     for other in (chain, again):

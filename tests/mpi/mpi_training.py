@@ -24,6 +24,7 @@ from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.nonfinite import find_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.train import evaluate, train
+from gems.engine.transport.mpi import meet
 from gems.engine.verification.compare import compare, named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -250,11 +251,11 @@ def run_training(comm, spec, path: Path) -> RunFolder:
         made = plan_run(spec)
         folder.write_schedule(made.schedule)
         folder.write_boundaries(made.boundaries)
-    comm.Barrier()
+    meet(comm)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     train(spec, folder, comm, CPU, heartbeat)
     heartbeat.close()
-    comm.barrier()
+    meet(comm)
     return folder
 
 
@@ -375,7 +376,7 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     take_steps(spec, pipeline)
     folder = comm.bcast(tmp_path)
     weights.save(pipeline, folder)
-    comm.barrier()
+    meet(comm)
     state = weights.load(folder)
     names = [layer.name for layer in layers_of(spec.model, spec.data)]
     assert list(state) == names
@@ -429,8 +430,9 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
 def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
     """Return what 200 steps of Adam change in the weights of the pipeline, on rank 0 of its stage."""
     spec = make_spec(
-        "1f1b", 2, 1, train__precision=precision, train__steps=steps, optimizer__name="adam", optimizer__lr=1e-5
-    )
+        "1f1b", 2, 1, train__precision=precision, train__steps=steps, optimizer__name="adam", optimizer__lr=1e-5,
+        parallel__micro_batches=1,
+    )  # fmt: skip
     pipeline = build_pipeline(spec, comm, CPU)
     parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
     before = torch.cat([p.detach().double().reshape(-1) for p in parameters])

@@ -29,6 +29,7 @@ if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
 SLEEP_S = 0.00005
+MEET_SLEEP_S = 0.0005
 
 Comm = MPI.Intracomm
 Request = MPI.Request
@@ -221,12 +222,20 @@ def _buffer(data: Sendable) -> Any:
     return MPI.memory.fromaddress(data.data_ptr(), data.numel() * data.element_size())
 
 
+def meet(comm: Comm) -> None:
+    """Wait for all ranks of `comm` without keeping a core busy, as MPI's own collectives do; collective."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(MEET_SLEEP_S)
+
+
 def ranks_here(comm: Comm) -> int:
     """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
 
     Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though MPI takes them for
     several machines. MPI is asked if there is no boot ID.
     """
+    meet(comm)  # which leaves the cores to ranks that still make their plan
     machine = ""
     with contextlib.suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

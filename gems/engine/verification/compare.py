@@ -328,7 +328,7 @@ def compare(
         pipeline.train.run(step, loader.batch(step))
         found = None if reference is None else next(reference)
         pipeline.control.barrier()
-        expected = comm.bcast(found)
+        expected = _broadcast(comm, found)
         average = pipeline.update.average
         for key in pipeline.modules:
             mine = collect_values(pipeline.named_layers(key))
@@ -341,6 +341,7 @@ def compare(
                 where = f"{name} at rank {comm.rank}, step {step}"
                 worst[kind] = max(worst[kind], (error, where), key=_by_error)
     loader.close()
+    pipeline.control.barrier()
     everyone = comm.allgather(worst)
     parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
@@ -348,6 +349,14 @@ def compare(
         spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
         **memory_report(pipeline),
     )  # fmt: skip
+
+
+def _broadcast(comm: Comm, found: Sequence[Values] | None) -> list[Values]:
+    """Give all ranks the values of rank 0, in float64: as arrays, for each tensor is pickled by a `torch.save`."""
+    arrays = comm.bcast(
+        None if found is None else [{name: each.double().numpy() for name, each in kind.items()} for kind in found]
+    )
+    return [{name: torch.from_numpy(each) for name, each in kind.items()} for kind in arrays]
 
 
 def _by_error(found: tuple[float, str]) -> float:
