@@ -31,7 +31,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.schedule": ("ortools",),
     "gems.trace": ("h5py", "numpy"),
     "gems.config": ("hydra", "omegaconf", "yaml"),
-    "gems.data": ("h5py", "numpy", "PIL", "skimage", "tifffile", "torch"),
+    "gems.data": ("h5py", "numpy", "openslide", "PIL", "skimage", "tifffile", "tiffslide", "torch"),
     "gems.models": ("numpy", "torch"),
     "gems.autograd": ("torch",),
     "gems.profile": ("h5py", "numpy", "torch"),

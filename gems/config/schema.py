@@ -114,7 +114,7 @@ class DataConfig:
         None, "file that says which samples are for validation: CSV (index,split) or JSON (lists train, validation)"
     )
     labels_path: str | None = text(
-        None, "CSV file (file,label, and split if wanted) in place of a folder for each class"
+        None, "CSV file (file,label, and split if wanted) in place of a folder for each class; of slides also x,y"
     )
     class_map: dict[str, int] = number({}, "number of each class by its name, or by its value in a mask")
     image_column: str = text("file", "column of a table that names the image files")
@@ -136,6 +136,15 @@ class DataConfig:
     )  # fmt: skip
     transform_kwargs: dict[str, Any] = text({}, "keyword arguments of data.transform")
     field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
+    level: int | None = number(None, "level of a slide's pyramid, 0 the finest; null: 0, unless another key says it")
+    mpp: float | None = number(
+        None, "microns per pixel at which slides are read, resampled from a finer level", above=0
+    )
+    coords_path: str | None = text(None, "folder of files of coords by TRIDENT or CLAM, one a slide, or one file")
+    region: list[int] | None = number(
+        None, "part of each slide that is divided into samples, as [x,y,width,height] at level 0; null: the tissue"
+    )
+    tissue_share: float = number(0.1, "share of a region that must show tissue; 0: regions of the whole slide", max=1)
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
     augment: bool = flag(True, "flip and rotate training images at random")

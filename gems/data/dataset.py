@@ -257,6 +257,18 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
     return image
 
 
+def unturned(image: Image, rng: np.random.Generator) -> Image:
+    """Return the view of an image that `turned` makes the image of, with an equal generator."""
+    flip_rows, flip_columns, swap = rng.integers(2, size=3)
+    if swap and image.shape[1] == image.shape[2]:
+        image = image.transpose(0, 2, 1)
+    if flip_columns:
+        image = image[:, :, ::-1]
+    if flip_rows:
+        image = image[:, ::-1, :]
+    return image
+
+
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
     """Return the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_THREADS = 8
 _BYTE = 255.0
+_BAND_PX = 256
 # Mean and deviation of each channel as shares of the range of values.
 FIXED = (127.5 / _BYTE, 64.0 / _BYTE)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -98,11 +99,11 @@ class ImageDataset(Dataset):
     def _pixels(self, split: Split, index: int) -> Image:
         return self._normalised(self.values(split, index))
 
-    def _normalised(self, values: Values) -> Image:
-        """Return float32 values of about zero mean and unit variance, in one new array."""
+    def _normalised(self, values: Values, out: Image | None = None) -> Image:
+        """Return float32 values of about zero mean and unit variance, in `out` or one new array."""
         mean, deviation = self._statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
-        made = np.empty(values.shape, dtype=np.float32)
+        made = np.empty(values.shape, dtype=np.float32) if out is None else out
         np.subtract(values, mean * peak, out=made, casting="unsafe", dtype=np.float32)
         made /= deviation * peak
         return made
@@ -127,8 +128,12 @@ class ImageDataset(Dataset):
 
         def sums(index: int) -> NDArray[np.float64]:
             values = self.values("train", index)
-            shares = values.reshape(channels, -1).astype(np.float64) / range_of(values.dtype, self.config.bits)
-            return np.stack([shares.sum(1), np.square(shares).sum(1)])
+            found = np.zeros((2, channels))
+            for first in range(0, height, _BAND_PX):  # as float64 the whole would be eight times the file's bytes
+                band = values[:, first : first + _BAND_PX].reshape(channels, -1).astype(np.float64)
+                band /= range_of(values.dtype, self.config.bits)
+                found += np.stack([band.sum(1), np.square(band).sum(1)])
+            return found
 
         def make() -> dict[str, Any]:
             total = np.zeros((2, channels))

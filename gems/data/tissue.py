@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Dataset, Image, Label, Source, Split, generator
 from gems.errors import ConfigError
+from gems.utils.atomic_io import atomic_write
+from gems.utils.cache import cache_folder
 
 TASKS = ("classification", "segmentation")
 SLIDE_PX = 512
@@ -19,6 +21,11 @@ MAX_FIELD_PX = 128
 _DERIVED_FIELD_PX = 64
 _MODES = {1: "L", 3: "RGB"}
 _VALIDATION_SEED = 0
+# The pyramid that `tissue_slide` writes; its name changes with what it holds.
+TISSUE_SLIDE = "tissue"
+_FOLDER = "tissue-slide-1"
+_ENLARGED, _DOWNSAMPLES, _TILE_PX = 4, (1, 2, 4), (256, 256)
+_NUM_REGIONS: dict[Split, int] = {"train": 256, "validation": 64}
 
 
 COLUMNS_PX: dict[Split, tuple[int, int]] = {
@@ -164,6 +171,46 @@ def read_slide() -> NDArray[np.uint8]:
     if slide.shape != (SLIDE_PX, SLIDE_PX, 3):
         raise ConfigError("data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice)
     return slide
+
+
+def tissue_slide() -> Path:
+    """Return a folder of the cache with slide.tif and labels.csv, written if it is not there yet.
+
+    The slide is the picture enlarged to 2048 x 2048 px, a tiled TIFF file of three levels; the table has regions of 256
+    px at level 0, stained or not, of which those for validation are right of those for training.
+    """
+    import tifffile
+    from PIL.Image import Resampling, fromarray
+
+    folder = cache_folder() / _FOLDER
+    if (folder / "labels.csv").exists():
+        return folder
+    sides = (_DERIVED_FIELD_PX, _DERIVED_FIELD_PX)
+    data = DataConfig(name="tissue", height_px=sides[0], width_px=sides[1], train_samples=_NUM_REGIONS["train"],
+                      validation_samples=_NUM_REGIONS["validation"])  # fmt: skip
+    dataset = TissueDataset(data, _VALIDATION_SEED)
+    picture = fromarray(dataset.slide)
+    rows = ["file,label,split,x,y"]
+    for split, count in _NUM_REGIONS.items():
+        for index in range(count):
+            top, left = dataset.position_px(split, index)
+            label = dataset.label(split, index)
+            rows.append(f"slide.tif,{label},{split},{left * _ENLARGED},{top * _ENLARGED}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / "slide.tif") as path, tifffile.TiffWriter(path) as file:
+            for downsample in _DOWNSAMPLES:
+                side_px = SLIDE_PX * _ENLARGED // downsample
+                pixels = np.asarray(picture.resize((side_px, side_px), Resampling.BICUBIC))
+                file.write(
+                    pixels, photometric="rgb", tile=_TILE_PX, compression="zlib", subfiletype=int(downsample > 1)
+                )
+        with atomic_write(folder / "labels.csv") as path:
+            path.write_text("\n".join(rows) + "\n")
+    except OSError as error:
+        text = f"{folder} cannot be written ({error.strerror})"
+        raise ConfigError("data.path", TISSUE_SLIDE, text, "set GEMS_CACHE_DIR to another folder") from error
+    return folder
 
 
 def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray[np.float64]:

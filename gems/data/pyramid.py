@@ -1,0 +1,265 @@
+"""Pyramids of whole-slide images: levels, microns per pixel, and regions read in bands by openslide or tiffslide."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from math import ceil, floor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.data.images import stamps
+from gems.errors import ConfigError
+from gems.utils.cache import cached
+
+# The first that is installed is used.
+LIBRARIES = ("openslide", "tiffslide")
+# Relative difference of scales below which a level is read without resampling.
+SAME_SCALE = 0.01
+_WHITE = 255
+_THUMBNAIL_PX = 1024
+_MIN_SATURATION = 8.0
+_TILE_PX, _MAX_TILE_PX = 256, 1024
+_MAX_OPEN = 8
+_CACHE_BYTES = 8 * 2**20
+
+Bytes = NDArray[np.uint8]  # (height, width, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of a slide's pyramid; `downsample` is the pixels of level 0 on a side of one of its pixels."""
+
+    width_px: int
+    height_px: int
+    downsample: float
+    tile_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slide:
+    """What a slide's file says of itself, without its pixels."""
+
+    path: Path
+    levels: tuple[Level, ...]
+    mpp: float | None
+
+
+class Handles:
+    """The slides that this process has open: the last few that it read, by one thread at a time.
+
+    A copy in another process starts with none.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._process = os.getpid()
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type[Handles], tuple[()]]:
+        """Return what makes a copy, which has nothing open."""
+        return Handles, ()
+
+    def __len__(self) -> int:
+        """Return the number of open slides."""
+        return len(self._open)
+
+    def __del__(self) -> None:
+        """Close the slides of this process."""
+        if self._process == os.getpid():
+            with suppress(Exception):  # a library's own objects may be gone before
+                self.close()
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[Any]:
+        """Yield an open slide, while no other thread reads; beyond _MAX_OPEN that unused for longest is closed."""
+        with self._lock:
+            if self._process != os.getpid():  # handles of a process that forked are not its own
+                self._open, self._process = {}, os.getpid()
+            self._open[path] = self._open.pop(path, None) or open_slide(path)
+            while len(self._open) > _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            yield self._open[path]
+
+    def close(self) -> None:
+        """Close all slides."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def library() -> Any:
+    """Return the module that reads slides: openslide, or tiffslide if that is not installed.
+
+    Raises:
+        ConfigError: neither is.
+    """
+    for name in LIBRARIES:
+        try:
+            return import_module(name)
+        except (ImportError, OSError):  # the latter for openslide without its library in C
+            continue
+    advice = "pip install gems-train[slide], or gems-train[tiffslide], which is pure Python"
+    raise ConfigError("data.name", "slide", f"needs {' or '.join(LIBRARIES)}, and neither is installed", advice)
+
+
+def open_slide(path: Path) -> Any:
+    """Open a slide by the library that is installed.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    found = library()
+    try:
+        if found.__name__ == "tiffslide":
+            return found.TiffSlide(path)
+        handle = found.OpenSlide(path)
+        if int(found.__library_version__.split(".")[0]) >= 4:  # its cache holds 32 MiB otherwise, and bands need none
+            handle.set_cache(found.OpenSlideCache(_CACHE_BYTES))
+        return handle
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def read_facts(path: Path) -> Slide:
+    """Return what a slide's file says of itself, which the cache keeps until the file changes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+
+    def make() -> dict[str, Any]:
+        handle = open_slide(path)
+        prefix = type(handle).__module__.partition(".")[0]
+        properties = handle.properties
+        levels = []
+        for number, (width, height) in enumerate(handle.level_dimensions):
+            tile_px = int(properties.get(f"{prefix}.level[{number}].tile-height") or _TILE_PX)
+            levels.append(asdict(Level(width, height, float(handle.level_downsamples[number]), tile_px)))
+        mpp = [properties.get(f"{prefix}.mpp-{axis}") for axis in "xy"]
+        handle.close()
+        return {"levels": levels, "mpp": float(np.mean([float(each) for each in mpp])) if all(mpp) else None}
+
+    kept = cached(None, "slide", repr((library().__name__, stamps([path]))), make)
+    return Slide(path, tuple(Level(**each) for each in kept["levels"]), kept["mpp"])
+
+
+def read_bands(
+    handle: Any, slide: Slide, corner: tuple[int, int], downsample: float, shape_px: tuple[int, ...]
+) -> Iterator[tuple[int, Bytes]]:
+    """Yield the first row and the pixels of each band of a region, downwards.
+
+    They are read from the coarsest level that is not coarser than `downsample`, and resampled (bilinear, smoothed) if
+    it is another. What lies beyond the slide is white.
+
+    Args:
+        handle: The open slide.
+        slide: What its file says.
+        corner: x and y of the region's upper left corner, at level 0.
+        downsample: Pixels of level 0 on a side of a pixel of the region.
+        shape_px: Height and width of the region.
+
+    Raises:
+        ConfigError: the file cannot be read there.
+    """
+    from PIL.Image import Resampling, fromarray
+
+    height, width = shape_px
+    fine = [n for n, each in enumerate(slide.levels) if each.downsample <= downsample * (1 + SAME_SCALE)]
+    number = max(fine, key=lambda n: slide.levels[n].downsample, default=0)
+    level = slide.levels[number]
+    ratio = downsample / level.downsample
+    left, top = (side / level.downsample for side in corner)
+    tile_px = min(level.tile_px, _MAX_TILE_PX)
+    if abs(ratio - 1) < SAME_SCALE:
+        column, row = round(left), round(top)
+        # bands end where the file's own tiles do, so that none is decoded twice
+        begins = [0, *range(tile_px - row % tile_px, height, tile_px)]
+        for first, end in zip(begins, [*begins[1:], height], strict=True):
+            yield first, _read(handle, slide, number, (column, row + first), (width, end - first))
+        return
+    margin = ceil(ratio) + 1  # of pixels around a band that its own are made of
+    right, bottom = left + width * ratio, top + height * ratio
+    # beyond the slide only where the region is
+    first_column = max(floor(left) - margin, min(0, floor(left)))
+    end_column = min(ceil(right) + margin, max(level.width_px, ceil(right)))
+    rows_px = max(1, int(tile_px / ratio))
+    for first in range(0, height, rows_px):
+        end = min(first + rows_px, height)
+        upper, lower = top + first * ratio, top + end * ratio
+        first_row = max(floor(upper) - margin, min(0, floor(top)))
+        end_row = min(ceil(lower) + margin, max(level.height_px, ceil(bottom)))
+        size = end_column - first_column, end_row - first_row
+        source = fromarray(np.ascontiguousarray(_read(handle, slide, number, (first_column, first_row), size)))
+        box = (left - first_column, upper - first_row, right - first_column, lower - first_row)
+        yield first, np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=box))
+
+
+def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
+    """Return where a thumbnail shows tissue, and the pixels of level 0 on a side of one of its pixels.
+
+    Tissue is more saturated than Otsu's threshold, and by more than CLAM's 8 of 255.
+    """
+    from skimage.filters import threshold_otsu
+
+    otsu: Any = threshold_otsu
+    whole = slide.levels[0]
+    scale = max(1.0, max(whole.width_px, whole.height_px) / _THUMBNAIL_PX)
+    shape_px = max(1, int(whole.height_px / scale)), max(1, int(whole.width_px / scale))
+    saturation = np.empty(shape_px, dtype=np.uint8)
+    handles = Handles()
+    with handles.opened(slide.path) as handle:
+        for first, band in read_bands(handle, slide, (0, 0), scale, shape_px):
+            saturation[first : first + len(band)] = _saturation(band)
+    return saturation > max(_MIN_SATURATION, float(otsu(saturation))), scale
+
+
+def _read(handle: Any, slide: Slide, number: int, corner: tuple[int, int], size: tuple[int, int]) -> Bytes:
+    """Return the pixels of a level at `corner` (x, y, of that level), of `size` (width, height); white beyond it."""
+    level = slide.levels[number]
+    begin = [max(0, side) for side in corner]
+    end = [min(side + length, most) for side, length, most in
+           zip(corner, size, (level.width_px, level.height_px), strict=True)]  # fmt: skip
+    inside = end[0] - begin[0], end[1] - begin[1]
+    pixels = np.empty((0, 0, 3), dtype=np.uint8)
+    if min(inside) > 0:
+        location = round(begin[0] * level.downsample), round(begin[1] * level.downsample)
+        try:
+            pixels = np.asarray(handle.read_region(location, number, inside))
+        except Exception as error:
+            raise _unreadable(slide.path, error) from error
+        pixels = _opaque(pixels)
+        if inside == size:
+            return pixels
+    made = np.full((size[1], size[0], 3), _WHITE, dtype=np.uint8)
+    if pixels.size:
+        row, column = begin[1] - corner[1], begin[0] - corner[0]
+        made[row : row + inside[1], column : column + inside[0]] = pixels
+    return made
+
+
+def _opaque(pixels: Bytes) -> Bytes:
+    """Return colours without their alpha, over white where that is below 255: the scanner saw nothing there."""
+    if pixels.shape[2] == 3 or int(pixels[:, :, 3].min()) == _WHITE:
+        return pixels[:, :, :3]
+    alpha = pixels[:, :, 3:].astype(np.float32) / _WHITE
+    return np.rint(pixels[:, :, :3] * alpha + _WHITE * (1 - alpha)).astype(np.uint8)
+
+
+def _saturation(pixels: Bytes) -> NDArray[np.uint8]:
+    """Return the saturation of colours, as HSV has it, in bytes."""
+    most = pixels.max(axis=2).astype(np.float32)
+    least = pixels.min(axis=2).astype(np.float32)
+    saturation: NDArray[np.uint8] = np.rint(_WHITE * (most - least) / np.maximum(most, 1)).astype(np.uint8)
+    return saturation
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError("data.path", path, f"no readable slide: {why}", "repair or remove the file")

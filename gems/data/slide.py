@@ -1,0 +1,398 @@
+"""Regions of whole-slide images: only the pixels of a sample's region are read, at the level that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.config.schema import DataConfig
+from gems.data.dataset import DATASETS, Image, Source, Split, Tokens, generator, unturned
+from gems.data.images import MODES, ImageDataset, Values, check_images, stamps
+from gems.data.pyramid import SAME_SCALE, Handles, Slide, library, read_bands, read_facts, tissue_mask
+from gems.data.table import Row, Rows, class_numbers, read_rows, split_rows
+from gems.data.tissue import TISSUE_SLIDE, tissue_slide
+from gems.errors import ConfigError
+from gems.utils.cache import cached
+
+KEYS = (
+    "level", "mpp", "coords_path", "region", "tissue_share", "labels_path", "image_column", "class_map",
+    "normalization", "mean", "std", "transform", "transform_kwargs",
+)  # fmt: skip
+LABELS = "labels.csv"
+# Files that a table may name without their suffix.
+SUFFIXES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".svslide", ".bif", ".dcm", ".czi")
+_COORDS, _ATTRIBUTES = "coords", ("patch_size", "patch_level", "patch_size_level0")
+_CHANNELS = (1, 3)
+
+Corners = NDArray[np.int64]  # (regions, 2): x and y of the upper left corners, in pixels of level 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Regions:
+    """The regions of a row of the table: corners on a slide, and pixels of level 0 on a side of a sample's pixel."""
+
+    slide: Slide
+    downsample: float
+    corners: Corners
+
+
+class SlideDataset(ImageDataset):
+    """Regions of the slides of a table, each with the label of its row.
+
+    The regions are those of data.coords_path, those at columns x and y of the table, or a grid over data.region or the
+    tissue. All regions of a slide are in one split. Each process opens the slides that it reads, when it does; rows of
+    pixels are normalised one band after another into the sample, which is all that is held whole.
+    """
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        rows = _checked_rows(data)
+        numbers = class_numbers(data, [row["label"] for row in rows], str(_labels_path(data)), is_table=True)
+        places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
+        self._regions: dict[Split, list[_Regions]] = {}
+        self._places: dict[Split, NDArray[np.int64]] = {}  # (samples, 2): the row, and the region of it
+        self._labels: dict[Split, list[int]] = {}
+        for split, chosen in _split(data, rows, seed).items():
+            self._regions[split] = [places[id(row)] for row in chosen]
+            self._labels[split] = [numbers[row["label"]] for row in chosen]
+            pairs = [(n, k) for n, found in enumerate(self._regions[split]) for k in range(len(found.corners))]
+            self._places[split] = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            if not len(self._places[split]):
+                advice = "add slides, or a column split to the table"
+                raise ConfigError("data.labels_path", str(_labels_path(data)), f"no region is left for {split}", advice)
+        self._handles = Handles()
+        super().__init__(data, len(self._places["train"]), len(self._places["validation"]), seed)
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the slide of a sample and its corner, as text."""
+        found, (x, y) = self._place(split, index)
+        return f"{found.slide.path} at x={x}, y={y}"
+
+    def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
+        """Return one sample as `ImageDataset.image`; its bands go straight to where a flip or turn has them."""
+        if split == "train" and self.config.transform is not None:
+            return super().image(split, index, draw)
+        self._check(split, index)
+        made = np.empty(self.shape, dtype=np.float32)
+        upright = made
+        if split == "train" and self.augment:
+            upright = unturned(made, generator(self.seed, "augment", index, draw))
+        for first, band in self._bands(split, index):
+            self._normalised(band, out=upright[:, first : first + band.shape[1]])
+        return made
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of a region."""
+        made = np.empty(self.shape, dtype=np.uint8)
+        for first, band in self._bands(split, index):
+            made[:, first : first + band.shape[1]] = band
+        return made
+
+    def identity(self, split: Split) -> str:
+        """Return names, sizes and times of a split's slides, and a digest of its regions."""
+        regions = self._regions[split]
+        digest = sha256(repr([(found.downsample, found.corners.tolist()) for found in regions]).encode()).hexdigest()
+        return f"{stamps([found.slide.path for found in regions])} {digest}"
+
+    def _label(self, split: Split, index: int) -> int:
+        return self._labels[split][int(self._places[split][index, 0])]
+
+    def _place(self, split: Split, index: int) -> tuple[_Regions, tuple[int, int]]:
+        row, region = self._places[split][index].tolist()
+        found = self._regions[split][row]
+        x, y = found.corners[region].tolist()
+        return found, (x, y)
+
+    def _bands(self, split: Split, index: int) -> Iterator[tuple[int, Values]]:
+        """Yield the first row and the values of each band of a region, downwards."""
+        from PIL.Image import fromarray
+
+        found, corner = self._place(split, index)
+        with self._handles.opened(found.slide.path) as handle:
+            for first, band in read_bands(handle, found.slide, corner, found.downsample, self.shape[1:]):
+                if self.shape[0] == 1:
+                    yield first, np.asarray(fromarray(band).convert(MODES[1]))[np.newaxis]
+                else:
+                    yield first, band.transpose(2, 0, 1)
+
+
+def check(data: DataConfig) -> None:
+    """Raise ConfigError for slides, labels or regions that are not as `data` says; reads thumbnails at most."""
+    rows = _checked_rows(data)
+    class_numbers(data, [row["label"] for row in rows], str(_labels_path(data)), is_table=True)
+    _regions(data, rows)
+
+
+def _root(data: DataConfig) -> Path:
+    """Return the folder of the slides, or the only one."""
+    if data.path == TISSUE_SLIDE:
+        return tissue_slide()
+    found = None if data.path is None else Path(data.path).expanduser()
+    if found is None or not found.exists():
+        advice = (
+            f"give a folder of slides, or one slide; {TISSUE_SLIDE} is a small one made from scikit-image's picture"
+        )
+        raise ConfigError("data.path", data.path, "no such folder or file", advice)
+    return found
+
+
+def _labels_path(data: DataConfig) -> Path:
+    if data.labels_path is not None:
+        return Path(data.labels_path).expanduser()
+    root = _root(data)
+    return (root if root.is_dir() else root.parent) / LABELS
+
+
+def _checked_rows(data: DataConfig) -> Rows:
+    """Return the rows of the table of labels.
+
+    Raises:
+        ConfigError: keys that contradict each other, or a table without what they need.
+    """
+    library()
+    if data.channels not in _CHANNELS:
+        raise ConfigError("data.channels", data.channels, "slides have 3 channels (colour), or 1 (grey)")
+    check_images(data)
+    if data.region is not None and (len(data.region) != 4 or not all(data.region[2:])):
+        raise ConfigError("data.region", data.region, "must be [x,y,width,height], in pixels of level 0")
+    key, path = "data.labels_path", str(_labels_path(data))
+    rows = read_rows(key, path, [data.image_column, "label"])
+    is_listed = "x" in rows[0] and "y" in rows[0]
+    scales = [("data.level", data.level), ("data.mpp", data.mpp), ("data.coords_path", data.coords_path)]
+    places = [("data.coords_path", data.coords_path), ("data.region", data.region),
+              ("columns x and y of the table", "given" if is_listed else None)]  # fmt: skip
+    for subject, keys in (("scale", scales), ("place", places)):
+        given = [(name, value) for name, value in keys if value is not None]
+        if len(given) > 1:
+            text = f"says the {subject} of regions, as does {given[1][0]}"
+            raise ConfigError(given[0][0], given[0][1], text, "use one of them")
+    if data.coords_path is not None and data.height_px != data.width_px:
+        text = f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
+        raise ConfigError("data.height_px", data.height_px, text, "set both alike")
+    for line, row in enumerate(rows, start=2):
+        empty = [name for name in (data.image_column, "label") if not row[name]]
+        if empty:
+            raise ConfigError(key, path, f"line {line} has no {empty[0]}", "fill it, or remove the line")
+        if is_listed and not (row["x"].isdecimal() and row["y"].isdecimal()):
+            text = f"line {line} has x={row['x']}, y={row['y']}"
+            raise ConfigError(key, path, text, "must be whole numbers, in pixels of level 0")
+    names = [row[data.image_column] for row in rows]
+    if not is_listed and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(key, path, f"names {twice} twice", "one row a slide, or add columns x and y")
+    return rows
+
+
+def _split(data: DataConfig, rows: Rows, seed: int) -> dict[Split, Rows]:
+    """Return the rows of each split; those of a slide stay together unless the table divides them."""
+    if "split" in rows[0]:
+        return split_rows(data, "data.labels_path", rows, [], seed)
+    firsts: dict[str, Row] = {}
+    for row in rows:
+        firsts.setdefault(row[data.image_column], row)
+    slides = list(firsts.values())
+    found = split_rows(data, "data.labels_path", slides, [row["label"] for row in slides], seed)
+    names = {split: {row[data.image_column] for row in chosen} for split, chosen in found.items()}
+    return {split: [row for row in rows if row[data.image_column] in chosen] for split, chosen in names.items()}
+
+
+def _regions(data: DataConfig, rows: Rows) -> list[_Regions]:
+    """Return the regions of each row.
+
+    Raises:
+        ConfigError: a slide that is missing or cannot be read, or lacks the level, the microns per pixel or the region.
+    """
+    root = _root(data)
+    by_stem: dict[str, list[Path]] = {}
+    slides: dict[str, Slide] = {}
+    found = []
+    for row in rows:
+        name = row[data.image_column]
+        if name not in slides:
+            slides[name] = read_facts(_slide_path(data, root, name, by_stem))
+        slide = slides[name]
+        if data.coords_path is not None:
+            found.append(_from_coords(data, slide))
+            continue
+        downsample = _downsample(data, slide)
+        if "x" in row and "y" in row:
+            corners = np.array([[int(row["x"]), int(row["y"])]], dtype=np.int64)
+            _check_inside(
+                slide, "data.labels_path", str(_labels_path(data)), corners[0].tolist(), _side_px(data, downsample)
+            )
+        else:
+            corners = _grid(data, slide, downsample)
+        found.append(_Regions(slide, downsample, corners))
+    return found
+
+
+def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list[Path]]) -> Path:
+    """Return the file of a slide that the table names, with or without its suffix; `by_stem` is filled when needed."""
+    folder = root if root.is_dir() else root.parent
+    if (folder / name).is_file():
+        return folder / name
+    if not by_stem:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix.lower() in SUFFIXES:
+                by_stem.setdefault(path.stem, []).append(path)
+    found = by_stem.get(name, [])
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(
+            "data.path", data.path, f"has {len(found)} slides called {name}", "name them with folder and suffix"
+        )
+    text = f"names {name}, and there is no such slide in {folder}"
+    raise ConfigError(
+        "data.labels_path", str(_labels_path(data)), text, "correct the table, data.path or data.image_column"
+    )
+
+
+def _downsample(data: DataConfig, slide: Slide) -> float:
+    """Return the pixels of level 0 on a side of a sample's pixel, by data.level or data.mpp."""
+    if data.mpp is None:
+        number = data.level or 0
+        if number >= len(slide.levels):
+            raise ConfigError("data.level", number, f"{slide.path} has levels 0 to {len(slide.levels) - 1}")
+        return slide.levels[number].downsample
+    if slide.mpp is None:
+        text = f"{slide.path} does not say its microns per pixel"
+        raise ConfigError("data.mpp", data.mpp, text, "use data.level, or record them in the file")
+    if data.mpp < slide.mpp * (1 - SAME_SCALE):
+        raise ConfigError(
+            "data.mpp", data.mpp, f"{slide.path} has {slide.mpp:g} at its finest", f"set {slide.mpp:g} or more"
+        )
+    return data.mpp / slide.mpp
+
+
+def _side_px(data: DataConfig, downsample: float) -> tuple[float, float]:
+    """Return the width and height of a region at level 0."""
+    return data.width_px * downsample, data.height_px * downsample
+
+
+def _check_inside(slide: Slide, key: str, value: object, corner: list[int], side_px: tuple[float, float]) -> None:
+    x, y = corner
+    width, height = slide.levels[0].width_px, slide.levels[0].height_px
+    if x + floor(side_px[0]) > width or y + floor(side_px[1]) > height:
+        text = f"a region of {side_px[0]:.0f} x {side_px[1]:.0f} px at x={x}, y={y} is not inside {slide.path}"
+        raise ConfigError(key, value, text, f"which has {width} x {height} px at level 0")
+
+
+def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
+    """Return the patches that TRIDENT or CLAM wrote for a slide."""
+    import h5py
+
+    root, stem = Path(str(data.coords_path)).expanduser(), slide.path.stem
+    tried = [root] if root.is_file() else [root / f"{stem}.h5", root / f"{stem}_patches.h5"]
+    path = next((each for each in tried if each.is_file()), None)
+    if path is None:
+        text = f"has no coords of slide {stem}"
+        raise ConfigError("data.coords_path", data.coords_path, text, f"expected {' or '.join(map(str, tried))}")
+    try:
+        with h5py.File(path, "r") as file:
+            if _COORDS not in file:
+                raise ConfigError(
+                    "data.coords_path", path, f"has no dataset {_COORDS}", f"it has {', '.join(file) or 'none'}"
+                )
+            corners = np.asarray(file[_COORDS], dtype=np.int64).reshape(-1, 2)
+            said = {
+                name: int(value)
+                for name, value in file[_COORDS].attrs.items()
+                if np.size(value) == 1 and name in _ATTRIBUTES
+            }
+    except (OSError, ValueError) as error:
+        raise ConfigError("data.coords_path", path, f"no readable file of coords ({error})") from error
+    side = _patch_side_px(path, slide, said)
+    outside = corners[(corners < 0).any(1) | (corners >= [slide.levels[0].width_px, slide.levels[0].height_px]).any(1)]
+    if len(outside):
+        x, y = outside[0].tolist()
+        raise ConfigError("data.coords_path", path, f"has a patch at x={x}, y={y}, which is outside {slide.path}")
+    return _Regions(slide, side / data.height_px, corners)
+
+
+def _patch_side_px(path: Path, slide: Slide, said: dict[str, int]) -> float:
+    """Return the side of a patch at level 0: as TRIDENT says it, or by CLAM's level."""
+    if "patch_size_level0" in said:
+        return said["patch_size_level0"]
+    if not {"patch_size", "patch_level"} <= said.keys():
+        text = "does not say the size of patches"
+        advice = "coords has an attribute patch_size_level0 (TRIDENT), or patch_size and patch_level (CLAM)"
+        raise ConfigError("data.coords_path", path, text, advice)
+    if said["patch_level"] >= len(slide.levels):
+        text = f"is of level {said['patch_level']}, and {slide.path} has levels 0 to {len(slide.levels) - 1}"
+        raise ConfigError("data.coords_path", path, text)
+    return said["patch_size"] * slide.levels[said["patch_level"]].downsample
+
+
+def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
+    """Return the regions of a grid over data.region, or over the tissue, those left out that show too little of it."""
+    side_px, whole = _side_px(data, downsample), slide.levels[0]
+    if data.region is not None:
+        x, y, width, height = data.region
+        _check_inside(slide, "data.region", data.region, [x, y], (width, height))
+        corners = _corners((x, y, width, height), side_px)
+        if not len(corners):
+            text = f"is less than a sample, {side_px[0]:.0f} x {side_px[1]:.0f} px at level 0"
+            raise ConfigError("data.region", data.region, text, "give a larger one, or a finer data.level")
+        return corners
+    if side_px[0] > whole.width_px + 1 or side_px[1] > whole.height_px + 1:
+        sides = f"{slide.path} has {whole.width_px} x {whole.height_px} px at level 0"
+        text = f"{sides}, and a sample takes {side_px[0]:.0f} x {side_px[1]:.0f}"
+        advice = "use smaller samples, or a finer data.level or data.mpp"
+        raise ConfigError("data.height_px", data.height_px, text, advice)
+    if not data.tissue_share:
+        return _corners((0, 0, whole.width_px, whole.height_px), side_px)
+
+    def make() -> dict[str, Any]:
+        return {"corners": _tissue_corners(slide, side_px, data.tissue_share).tolist()}
+
+    key = repr((library().__name__, stamps([slide.path]), side_px, data.tissue_share))
+    kept = cached(None, "slide_regions", key, make)
+    return np.array(kept["corners"], dtype=np.int64).reshape(-1, 2)
+
+
+def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Corners:
+    """Return the corners of as many regions as fit into a box (x, y, width, height), row by row."""
+    columns, rows = (int(length / side + 1e-6) for length, side in zip(box[2:], side_px, strict=True))
+    found = [
+        (box[0] + round(n * side_px[0]), box[1] + round(m * side_px[1])) for m in range(rows) for n in range(columns)
+    ]
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) -> Corners:
+    """Return the regions over the box of the tissue that show at least a share of it.
+
+    A box that is less than a region gives one, with the box in its middle as far as the slide goes.
+    """
+    mask, scale = tissue_mask(slide)
+    if not mask.any():
+        raise ConfigError("data.tissue_share", share, f"{slide.path} shows no tissue", "set it to 0 for regions of all")
+    whole = slide.levels[0].width_px, slide.levels[0].height_px
+    begin, length = [], []
+    for axis, side, most in zip((0, 1), side_px, whole, strict=True):
+        seen = np.flatnonzero(mask.any(axis=axis))
+        first, end = int(seen[0] * scale), min(ceil((seen[-1] + 1) * scale), most)
+        count = max(1, int((end - first) / side + 1e-6))
+        if end - first < side:
+            first = max(0, min(round((first + end - side) / 2), floor(most - side)))
+        begin.append(first)
+        length.append(ceil(count * side))
+    corners = _corners((begin[0], begin[1], length[0], length[1]), side_px)
+    if len(corners) == 1:
+        return corners
+    shares = []
+    for x, y in corners.tolist():
+        rows, columns = (slice(int(first / scale), max(int(first / scale) + 1, round((first + side) / scale)))
+                         for first, side in ((y, side_px[1]), (x, side_px[0])))  # fmt: skip
+        shares.append(mask[rows, columns].mean())
+    return corners[np.array(shares) >= share]
+
+
+DATASETS.register("slide", Source(SlideDataset, check, counts_itself=True, keys=KEYS))
