@@ -47,8 +47,9 @@ class SlideDataset(ImageDataset):
     """Regions of the slides of a table, each with the label of its row.
 
     The regions are those of data.coords_path, those at columns x and y of the table, or a grid over data.region or the
-    tissue. All regions of a slide are in one split. Each process opens the slides that it reads, when it does; rows of
-    pixels are normalised one band after another into the sample, which is all that is held whole.
+    tissue. All regions of a slide are in one split, unless the table divides them. Each process opens the slides that
+    it reads, when it does; rows of pixels are normalised one band after another into the sample, which is all that is
+    held whole.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -57,12 +58,16 @@ class SlideDataset(ImageDataset):
         places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
         self._places: dict[Split, NDArray[np.int64]] = {}  # (samples, 2): the row, and the region of it
-        self._labels: dict[Split, list[int]] = {}
+        self._labels: dict[Split, NDArray[np.int64]] = {}  # of each row
         for split, chosen in _split(data, rows, seed).items():
-            self._regions[split] = [places[id(row)] for row in chosen]
-            self._labels[split] = [numbers[row["label"]] for row in chosen]
-            pairs = [(n, k) for n, found in enumerate(self._regions[split]) for k in range(len(found.corners))]
-            self._places[split] = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            regions = [places[id(row)] for row in chosen]
+            counts = np.array([len(found.corners) for found in regions], dtype=np.int64)
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            self._regions[split] = regions
+            self._labels[split] = np.array([numbers[row["label"]] for row in chosen], dtype=np.int64)
+            self._places[split] = np.stack(
+                [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts], axis=1
+            ).astype(np.int64)
             if not len(self._places[split]):
                 advice = "add slides, or a column split to the table"
                 raise ConfigError("data.labels_path", str(_labels_path(data)), f"no region is left for {split}", advice)
@@ -97,11 +102,18 @@ class SlideDataset(ImageDataset):
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's slides, and a digest of its regions."""
         regions = self._regions[split]
-        digest = sha256(repr([(found.downsample, found.corners.tolist()) for found in regions]).encode()).hexdigest()
-        return f"{stamps([found.slide.path for found in regions])} {digest}"
+        digest = sha256()
+        for found in regions:
+            digest.update(f"{found.downsample} {len(found.corners)} ".encode() + found.corners.tobytes())
+        return f"{stamps([found.slide.path for found in regions])} {digest.hexdigest()}"
+
+    def class_counts(self, split: Split) -> tuple[int, ...]:
+        """Return the number of regions of each class."""
+        labels = self._labels[split][self._places[split][:, 0]]
+        return tuple(np.bincount(labels, minlength=self.num_classes).tolist())
 
     def _label(self, split: Split, index: int) -> int:
-        return self._labels[split][int(self._places[split][index, 0])]
+        return int(self._labels[split][self._places[split][index, 0]])
 
     def _place(self, split: Split, index: int) -> tuple[_Regions, tuple[int, int]]:
         row, region = self._places[split][index].tolist()
@@ -302,9 +314,9 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
                 )
             corners = np.asarray(file[_COORDS], dtype=np.int64).reshape(-1, 2)
             said = {
-                name: int(value)
+                name: round(float(np.asarray(value).item()))
                 for name, value in file[_COORDS].attrs.items()
-                if np.size(value) == 1 and name in _ATTRIBUTES
+                if name in _ATTRIBUTES and np.size(value) == 1
             }
     except (OSError, ValueError) as error:
         raise ConfigError("data.coords_path", path, f"no readable file of coords ({error})") from error

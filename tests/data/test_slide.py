@@ -198,7 +198,7 @@ class TestCoords:
 
     CORNERS = ((0, 0), (128, 256), (640, 384))
 
-    def save(self, path: Path, corners: Sequence[tuple[int, int]], **attributes: int) -> None:
+    def save(self, path: Path, corners: Sequence[tuple[int, int]], **attributes: Any) -> None:
         path.parent.mkdir(exist_ok=True)
         with h5py.File(path, "w") as file:
             file["coords"] = np.array(corners)
@@ -207,11 +207,11 @@ class TestCoords:
     @pytest.mark.parametrize(
         ("ending", "attributes"),
         [
-            (".h5", {"patch_size": 64, "patch_level": 1}),
-            ("_patches.h5", {"patch_size": 64, "patch_size_level0": 128, "target_magnification": 10}),
+            (".h5", {"patch_size": 64, "patch_level": 1, "downsample": (2.0, 2.0)}),
+            ("_patches.h5", {"patch_size": 64, "patch_size_level0": np.array([128]), "target_magnification": 10}),
         ],
     )
-    def test_are_read_at_their_scale(self, library: str, folder: Path, ending: str, attributes: dict[str, int]) -> None:
+    def test_are_read_at_their_scale(self, library: str, folder: Path, ending: str, attributes: dict[str, Any]) -> None:
         for number in range(4):
             self.save(folder / "coords" / f"s{number}{ending}", self.CORNERS, **attributes)
         dataset = opened(folder, coords_path=str(folder / "coords"))
@@ -239,7 +239,7 @@ class TestCoords:
         ],
     )
     def test_that_are_refused(
-        self, folder: Path, corners: list[tuple[int, int]], attributes: dict[str, int], words: str
+        self, folder: Path, corners: list[tuple[int, int]], attributes: dict[str, Any], words: str
     ) -> None:
         self.save(folder / "s0.h5", corners, **attributes)
         with pytest.raises(ConfigError, match=words) as caught:
@@ -340,6 +340,15 @@ class TestReading:
             seen.add(image.tobytes())
         assert len(seen) == 8
         np.testing.assert_array_equal(dataset.image("validation", 0, 5), plain.image("validation", 0))
+
+    def test_a_transform_gets_the_whole_region(self, folder: Path) -> None:
+        pytest.importorskip("albumentations")
+        dataset = opened(
+            folder, region=[0, 0, 100, 200], height_px=200, width_px=100, augment=True,
+            transform="albumentations.HorizontalFlip", transform_kwargs={"p": 1.0},
+        )  # fmt: skip
+        np.testing.assert_array_equal(read(dataset, "train", 0), levels_of(0)[0][:200, 99::-1])
+        np.testing.assert_array_equal(read(dataset, "validation", 0), levels_of(2)[0][:200, :100])
 
     def test_computes_mean_and_deviation(self, folder: Path) -> None:
         dataset = opened(folder, normalization="computed", tissue_share=0)
