@@ -182,7 +182,7 @@ def _checked_rows(data: DataConfig) -> Rows:
     for subject, keys in (("scale", scales), ("place", places)):
         given = [(name, value) for name, value in keys if value is not None]
         if len(given) > 1:
-            text = f"says the {subject} of regions, as does {given[1][0]}"
+            text = f"cannot be combined with {given[1][0]}, as both say the {subject} of regions"
             raise ConfigError(given[0][0], given[0][1], text, "use one of them")
     if data.coords_path is not None and data.height_px != data.width_px:
         text = f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
