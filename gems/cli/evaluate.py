@@ -41,7 +41,17 @@ def run_for_inference(words: Sequence[str], weights: str, verb: str) -> tuple[Ru
     """Return a run with overrides, to start from its own weights on this machine, and its folder.
 
     Raises:
-        ConfigError: no run, no such weights, or overrides that cannot run.
+        ConfigError: as `read_run`, or overrides that cannot run.
+    """
+    spec, overrides, path = read_run(words, weights, verb)
+    return changed(spec, overrides, takes_options=True), path
+
+
+def read_run(words: Sequence[str], weights: str, verb: str) -> tuple[RunSpec, list[str], Path]:
+    """Return a run that is to start from its own weights on this machine, the overrides among `words`, and its folder.
+
+    Raises:
+        ConfigError: no run, no such weights, or an override that is none.
     """
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
@@ -57,8 +67,7 @@ def run_for_inference(words: Sequence[str], weights: str, verb: str) -> tuple[Ru
     # what was derived from the run's own sizes is derived again
     parallel = replace(spec.parallel, replications=None, parts=None)
     cluster = replace(spec.cluster, nodes=None, ranks_per_node=None)
-    spec = replace(spec, train=train, parallel=parallel, cluster=cluster)
-    return changed(spec, overrides, takes_options=True), path
+    return replace(spec, train=train, parallel=parallel, cluster=cluster), overrides, path
 
 
 def weights_folder(path: Path, weights: str) -> Path:

@@ -147,6 +147,7 @@ class Source:
     ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
     it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
     labels of the first of its `tasks`, unless data.task says another. `keys` are those that only some sources read.
+    Samples that are not `labelled` can be predicted, not trained on.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -156,6 +157,7 @@ class Source:
     tasks: tuple[str, ...] = ("classification",)
     counts_itself: bool = False
     keys: tuple[str, ...] = ()
+    labelled: bool = True
 
 
 DATASETS: Registry[Source] = registries.DATASETS

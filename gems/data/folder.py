@@ -1,9 +1,11 @@
-"""A directory of images by class, or with a table of their classes."""
+"""A directory of images by class or with a table of their classes, and a list of images without labels."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Source, Split, generator
 from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, read_image, stamps
@@ -54,10 +56,57 @@ class FolderDataset(ImageDataset):
         return self._files[split][index][1]
 
 
+class UnlabelledDataset(ImageDataset):
+    """The images that the text file data.path names, a line each: the validation split of a data set without labels."""
+
+    needs_training = False
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        check_unlabelled(data)
+        self._files = [Path(line) for line in Path(str(data.path)).read_text().splitlines() if line]
+        super().__init__(data, 0, len(self._files), seed)
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the file of an image, as text."""
+        return str(self._files[index])
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        return read_image(self._files[index], self.config)
+
+    def identity(self, split: Split) -> str:
+        """Return names, sizes and times of the files."""
+        return stamps(self._files)
+
+    def _label(self, split: Split, index: int) -> int:
+        return 0
+
+
+def check_unlabelled(data: DataConfig) -> None:
+    """Raise ConfigError for a list of images that is missing; opens no image."""
+    _check_channels(data)
+    check_images(data)
+    if data.path is None or not Path(data.path).is_file():
+        raise ConfigError("data.path", data.path, "must be a text file that names an image a line", "give its path")
+
+
+def class_names(data: DataConfig) -> list[str]:
+    """Return the names of classes, by data.class_map or the folders of data=folder; numbers if neither is there."""
+    numbers = dict(data.class_map)
+    if not numbers and data.name == "folder" and data.target is None and data.path is not None:
+        root = Path(data.path).expanduser()
+        with contextlib.suppress(ConfigError, OSError):
+            if data.labels_path is not None:
+                numbers = _classes_of(data, [row["label"] for row in _rows(data)])
+            else:
+                numbers = _classes_of(data, _class_names(root / "train" if _has_split(root) else root))
+    names = {number: name for name, number in numbers.items()}
+    return [names.get(number, str(number)) for number in range(data.num_classes)]
+
+
 def check(data: DataConfig) -> None:
     """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
-    if data.channels not in MODES:
-        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
+    _check_channels(data)
     check_images(data)
     root = _root(data)
     if data.labels_path is not None:
@@ -71,6 +120,11 @@ def check(data: DataConfig) -> None:
     else:
         names = _class_names(root)
     _classes_of(data, names)
+
+
+def _check_channels(data: DataConfig) -> None:
+    if data.channels not in MODES:
+        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
 
 
 def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
@@ -147,4 +201,8 @@ def _listed(names: list[str] | set[str]) -> str:
 
 DATASETS.register(
     "folder", Source(FolderDataset, check, counts_itself=True, keys=(*KEYS, "labels_path", "image_column", "class_map"))
+)
+DATASETS.register(
+    "unlabelled",
+    Source(UnlabelledDataset, check_unlabelled, tasks=TASKS, counts_itself=True, keys=KEYS, labelled=False),
 )

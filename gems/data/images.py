@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +46,17 @@ class ImageDataset(Dataset):
     """Images of files, whose labels are by image or masks.
 
     Subclasses give the values of an image, fitted to the shape but not normalised, and its label. With data.transform a
-    training image is transformed instead of flipped, its mask alike.
+    training image is transformed instead of flipped, its mask alike. Data without labels are a validation split alone.
     """
+
+    needs_training: ClassVar[bool] = True
 
     def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
         shape = (data.channels, data.height_px, data.width_px)
         augment = data.augment and data.transform is None
         super().__init__(shape, data.num_classes, num_train, num_validation, seed, augment)
         for split, count in (("train", num_train), ("validation", num_validation)):
-            if not count:
+            if not count and (split == "validation" or self.needs_training):
                 raise ConfigError("data.path", data.path, f"no image is left for {split}", "add images")
         self.config = data
         self.seeds_process = data.transform is not None
@@ -94,21 +96,21 @@ class ImageDataset(Dataset):
 
     def prepare(self) -> None:
         """Compute what the cache keeps for all ranks: mean and deviation of the training split."""
-        self._statistics()
+        self.statistics()
 
     def _pixels(self, split: Split, index: int) -> Image:
         return self._normalised(self.values(split, index))
 
     def _normalised(self, values: Values, out: Image | None = None) -> Image:
         """Return float32 values of about zero mean and unit variance, in `out` or one new array."""
-        mean, deviation = self._statistics()
+        mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
         made = np.empty(values.shape, dtype=np.float32) if out is None else out
         np.subtract(values, mean * peak, out=made, casting="unsafe", dtype=np.float32)
         made /= deviation * peak
         return made
 
-    def _statistics(self) -> tuple[Image, Image]:
+    def statistics(self) -> tuple[Image, Image]:
         """Return mean and deviation of each channel, as shares of the range, of shape (channels, 1, 1)."""
         if self._normalization is None:
             data, channels = self.config, self.shape[0]

@@ -49,7 +49,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
     key = repr((asdict(data), seed, _stamps(files)))
     if files and read_cached(None, "inspection", key) is not None:
         return
-    for split in SPLITS:
+    for split in (split for split in SPLITS if dataset.num_images(split)):
         for index in _first_of_each_class(dataset, split, task_of(data)):
             image, _ = dataset.sample(split, index)
             if image.shape != dataset.shape:

@@ -201,6 +201,17 @@ def read_bands(
         yield first, np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=box))
 
 
+def thumbnail(slide: Slide) -> tuple[Bytes, float]:
+    """Return a slide on at most 1024 pixels a side, and the pixels of level 0 on a side of one of its pixels."""
+    whole = slide.levels[0]
+    scale = max(1.0, max(whole.width_px, whole.height_px) / _THUMBNAIL_PX)
+    shape_px = max(1, int(whole.height_px / scale)), max(1, int(whole.width_px / scale))
+    handles = Handles()
+    with handles.opened(slide.path) as handle:
+        bands = [band for _, band in read_bands(handle, slide, (0, 0), scale, shape_px)]
+    return np.concatenate(bands), scale
+
+
 def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
     """Return where a thumbnail shows tissue, and the pixels of level 0 on a side of one of its pixels.
 
@@ -209,14 +220,8 @@ def tissue_mask(slide: Slide) -> tuple[NDArray[np.bool_], float]:
     from skimage.filters import threshold_otsu
 
     otsu: Any = threshold_otsu
-    whole = slide.levels[0]
-    scale = max(1.0, max(whole.width_px, whole.height_px) / _THUMBNAIL_PX)
-    shape_px = max(1, int(whole.height_px / scale)), max(1, int(whole.width_px / scale))
-    saturation = np.empty(shape_px, dtype=np.uint8)
-    handles = Handles()
-    with handles.opened(slide.path) as handle:
-        for first, band in read_bands(handle, slide, (0, 0), scale, shape_px):
-            saturation[first : first + len(band)] = _saturation(band)
+    pixels, scale = thumbnail(slide)
+    saturation = _saturation(pixels)
     return saturation > max(_MIN_SATURATION, float(otsu(saturation))), scale
 
 

@@ -68,7 +68,7 @@ class SlideDataset(ImageDataset):
             self._places[split] = np.stack(
                 [np.repeat(np.arange(len(regions)), counts), np.arange(counts.sum()) - starts], axis=1
             ).astype(np.int64)
-            if not len(self._places[split]):
+            if not len(self._places[split]) and (split == "validation" or self.needs_training):
                 advice = "add slides, or a column split to the table"
                 raise ConfigError("data.labels_path", str(_labels_path(data)), f"no region is left for {split}", advice)
         self._handles = Handles()
@@ -78,6 +78,12 @@ class SlideDataset(ImageDataset):
         """Return the slide of a sample and its corner, as text."""
         found, (x, y) = self._place(split, index)
         return f"{found.slide.path} at x={x}, y={y}"
+
+    def box(self, split: Split, index: int) -> tuple[Slide, tuple[float, float, float, float]]:
+        """Return the slide of a sample and its region: x, y, width and height in pixels of level 0."""
+        found, (x, y) = self._place(split, index)
+        _, height, width = self.shape
+        return found.slide, (x, y, width * found.downsample, height * found.downsample)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `ImageDataset.image`; its bands go straight to where a flip or turn has them."""
@@ -132,6 +138,12 @@ class SlideDataset(ImageDataset):
                     yield first, np.asarray(fromarray(band).convert(MODES[1]))[np.newaxis]
                 else:
                     yield first, band.transpose(2, 0, 1)
+
+
+class UnlabelledSlides(SlideDataset):
+    """Slides of a table whose labels mean nothing, to predict: a validation split alone."""
+
+    needs_training = False
 
 
 def check(data: DataConfig) -> None:
@@ -408,3 +420,4 @@ def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) ->
 
 
 DATASETS.register("slide", Source(SlideDataset, check, counts_itself=True, keys=KEYS))
+DATASETS.register("unlabelled_slide", Source(UnlabelledSlides, check, counts_itself=True, keys=KEYS, labelled=False))

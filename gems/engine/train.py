@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import open_dataset, task_of
+from gems.data import Dataset, open_dataset, task_of
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.resume import find_start
@@ -168,15 +168,17 @@ def train(
         part.close()
 
 
-def open_loader(pipeline: Pipeline, first_step: int = 0) -> tuple[BatchLoader, int, int]:
-    """Open the data of a run, if this rank reads any; collective.
+def open_loader(
+    pipeline: Pipeline, first_step: int = 0, view: Callable[[Dataset], Dataset] = lambda dataset: dataset
+) -> tuple[BatchLoader, int, int]:
+    """Open the data of a run, if this rank reads any, and load what `view` makes of them; collective.
 
     Returns:
         The loader; the numbers of validation and of training samples, on all ranks.
     """
     spec, comm = pipeline.spec, pipeline.comm
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
-    dataset = open_dataset(spec.data, spec.seed) if reads else None
+    dataset = view(open_dataset(spec.data, spec.seed)) if reads else None
     counts = (dataset.num_validation, dataset.num_train) if dataset and not comm.rank else None
     num_validation, num_train = comm.bcast(counts)
     loader = BatchLoader(
@@ -201,8 +203,19 @@ def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more:
     Returns:
         The figures by name, and `num_validation`.
     """
-    last, executor = pipeline.schedule.num_stages - 1, pipeline.evaluate
     metrics = validation_metrics(pipeline)
+    measure(pipeline, loader, num_validation, metrics, more)
+    return {**compute(metrics), "num_validation": num_validation}
+
+
+def measure(
+    pipeline: Pipeline, loader: BatchLoader, num_validation: int, metrics: Sequence[Metric], more: Sequence[Metric] = ()
+) -> None:
+    """Run the validation samples as `evaluate`; collective.
+
+    Metrics get what all ranks gave them, and `more` metrics the outputs of this rank alone.
+    """
+    last, executor = pipeline.schedule.num_stages - 1, pipeline.evaluate
     executor.metrics = [*metrics, *more]
     pipeline.set_training(False)
     pipeline.recorder.is_on = False
@@ -219,4 +232,3 @@ def evaluate(pipeline: Pipeline, loader: BatchLoader, num_validation: int, more:
     states = pipeline.comm.allgather([metric.state() for metric in metrics])
     for metric, of_ranks in zip(metrics, zip(*states, strict=True), strict=True):
         metric.join(of_ranks)
-    return {**compute(metrics), "num_validation": num_validation}

@@ -25,6 +25,7 @@ def run_program(
     verb: str,
     request: Mapping[str, Any] | None = None,
     timeout_s: float | None = TIME_LIMIT_S,
+    needs_labels: bool = True,
 ) -> dict[str, Any]:
     """Prepare a resolved run in a scratch folder, run the module `program` in its ranks, and return their result.json.
 
@@ -37,7 +38,8 @@ def run_program(
         RankFailedError: a rank ended before there was a result; with the exit code of the first that failed.
     """
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
-        folder = prepare(replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0)))
+        scratch_spec = replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0))
+        folder = prepare(scratch_spec, needs_labels=needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", program, str(folder.path)])

@@ -11,6 +11,7 @@ import yaml
 
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
+from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
@@ -20,7 +21,7 @@ from gems.runs.run_plan import RunPlan, plan_run
 from gems.utils.atomic_io import atomic_write, write_json
 
 
-def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
+def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = True) -> RunFolder:
     """Make the folder of a resolved run and write what its ranks read: configuration, schedule, partition, memory plan.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
@@ -28,8 +29,10 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
 
     Raises:
         ConfigError: no permission, another configuration in the folder, a run that is still going on there, a
-            schedule that cannot be made or does not suit the model, or data that cannot be read.
+            schedule that cannot be made or does not suit the model, or data that cannot be read or have no labels.
     """
+    if needs_labels and not find_source(spec.data).labelled:
+        raise ConfigError("data", spec.data.name, "has no labels", "predict it: gems predict RUN --input FILES")
     folder = RunFolder.of(spec)
     for older in older_folders(spec) if not folder.path.exists() else ():
         print(

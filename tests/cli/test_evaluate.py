@@ -1,21 +1,28 @@
-"""`gems evaluate` and `gems export` on a run of two ranks that was trained here."""
+"""`gems evaluate`, `gems predict` and `gems export` on a run of two ranks that was trained here."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import gems
 from gems.cli.evaluate import run_for_inference, weights_folder
+from gems.cli.framework import Options
+from gems.cli.predict import predict
+from gems.config.compose import compose
 from gems.data import open_dataset
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
@@ -77,6 +84,81 @@ def test_overrides_change_ranks_data_and_micro_batches(trained: Path) -> None:
     spec, _ = run_for_inference(words, "last", "evaluate")
     assert (spec.world_size, spec.parallel.micro_batches, spec.cluster.ranks_per_node) == (3, 6, 3)
     assert (spec.data.name, spec.data.height_px, spec.data.width_px) == ("tissue", 32, 16)
+
+
+def probabilities(run: Path, images: torch.Tensor) -> list[list[float]]:
+    """The probabilities of each class by the network in one piece."""
+    with torch.no_grad():
+        return gems.load_model(run)(images).softmax(1).tolist()
+
+
+def predicted(run: Path, *words: str) -> list[dict[str, str]]:
+    out = run.parents[1] / f"out{len(list(run.parents[1].glob('out*')))}"
+    ended = call(run.parents[1], "gems", "predict", "run", "--out", out.name, *words)
+    assert ended.returncode == 0, ended.stderr
+    return list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))
+
+
+def test_three_ranks_predict_what_the_model_in_one_piece_says(trained: Path) -> None:
+    """Of the run's own validation split, whose accuracy they have."""
+    rows = predicted(trained, "parallel.partitions=3", "schedule=gems_master")
+    spec = RunFolder(trained).read_spec()
+    data = open_dataset(spec.data, spec.seed)
+    images = torch.stack([torch.from_numpy(data.image("validation", index)) for index in range(10)])
+    found = [[float(row["probability_0"]), float(row["probability_1"])] for row in rows]
+    assert np.array(found) == pytest.approx(np.array(probabilities(trained, images)), rel=1e-4)
+    right = sum(int(row["class"]) == data.label("validation", index) for index, row in enumerate(rows))
+    assert right / 10 == json.loads(RunFolder(trained).result_json.read_text())["validation_accuracy"]
+    assert [row["sample"] for row in rows] == [f"sample {index} of validation" for index in range(10)]
+
+
+def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
+    """A pattern and a folder, without labels; files of two folders may have one name."""
+    pixels = np.random.default_rng(3).integers(256, size=(3, 16, 16, 3), dtype=np.uint8)
+    paths = [tmp_path / name for name in ("more/a.png", "more/deep/b.png", "a.png")]
+    for path, image in zip(paths, pixels, strict=True):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(image).save(path)
+    rows = predicted(trained, "--input", str(tmp_path / "more"), str(tmp_path / "*.png"), "parallel.partitions=1")
+    assert [row["sample"] for row in rows] == [str(path) for path in paths]
+    images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 127.5) / 64
+    expected = probabilities(trained, images)
+    found = [[float(row["probability_0"]), float(row["probability_1"])] for row in rows]
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--input", "no/such.png"], r"^--input=no/such\.png: no such file"),
+        (["--input", "empty"], r"^--input=empty: holds no file"),
+        (["--out", "full"], r"^--out=.*/full: holds predictions\.csv; choose another"),
+        (["--out", "full/predictions.csv/deeper"], r"^--out=.*: cannot be made"),
+        (["data=tisue"], r"^data=tisue: allowed: "),
+    ],
+)
+def test_refusals_of_predict(trained: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained.parents[1])
+    Path("empty").mkdir(exist_ok=True)
+    Path("full").mkdir(exist_ok=True)
+    Path("full", "predictions.csv").touch()
+    chosen = dict(zip(words[::2], words[1::2], strict=False)) if words[0].startswith("--") else {}
+    rest = [] if chosen else words
+    with pytest.raises(ConfigError, match=says):
+        predict([str(trained), *rest], Options(chosen=chosen))
+
+
+def test_a_file_that_is_no_image_ends_with_its_name(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("no image")
+    folder = trained.parents[1]
+    ended = call(folder, "gems", "predict", "run", "parallel.partitions=1", "--input", str(tmp_path), "--out", "none")
+    assert ended.returncode == 2 and f"{tmp_path}/a.png: not a readable image" in ended.stderr
+
+
+def test_what_has_no_labels_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "files.txt").write_text(f"{tmp_path}/a.png\n")
+    with pytest.raises(ConfigError, match=r"^data=unlabelled: has no labels; predict it: gems predict RUN"):
+        prepare(compose(["data=unlabelled", f"data.path={tmp_path}/files.txt", "data.num_classes=2"]))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset, task_of
+from gems.engine.evaluation.predictions import Numbered, write_predictions
 from gems.engine.loss import open_loss
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate, open_loader
+from gems.engine.transport.mpi import meet
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -72,16 +76,22 @@ def test_trains_as_one_process(comm, case):
 
 
 @pytest.mark.parametrize("case", ["unet, 3 partitions, class weights", "other outputs in training", "mse"])
-def test_evaluation_is_that_of_the_whole(comm, case):
+def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path):
     """With a last micro-batch that is filled up, and of a network that gives other outputs than in training."""
     spec = make_spec(*CASES[case])
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
+    out = part.bcast(tmp_path)
     pipeline = build_pipeline(spec, part, CPU)
     loader, num_validation, _ = open_loader(pipeline)
     found = evaluate(pipeline, loader, num_validation)
     loader.close()
+    numbered, _, _ = open_loader(pipeline, spec.train.steps, Numbered)
+    names = [str(number) for number in range(spec.data.num_classes)]
+    said = write_predictions(pipeline, numbered, num_validation, {"out": str(out), "classes": names})
+    numbered.close()
+    meet(part)
     layers, dataset = layers_of(spec.model, spec.data), open_dataset(spec.data, spec.seed)
     output = torch.from_numpy(np.stack([dataset.image("validation", n) for n in range(5)])).double()
     for module in build_layers(layers, 0, len(layers), spec.seed, torch.float64):
@@ -91,6 +101,18 @@ def test_evaluation_is_that_of_the_whole(comm, case):
     labels = labels.double() if labels.is_floating_point() else labels
     assert num_validation == found["num_validation"] == 5
     assert found["validation_loss"] == pytest.approx(float(loss(output, labels).detach()), rel=1e-12)
+    scores = loss.part(output).detach().numpy()
+    rows = list(csv.DictReader((out / "predictions.csv").read_text().splitlines()))
+    assert [row["sample"] for row in rows] == [dataset.name_of("validation", n) for n in range(5)]
+    assert said["num_samples"] == 5 and ("maps" in said) == (task_of(spec.data) == "segmentation")
+    for row, one in zip(rows, scores, strict=True):
+        if task_of(spec.data) == "regression":
+            assert [float(row[name]) for name in names] == pytest.approx(one, rel=1e-8)
+            continue
+        with tifffile.TiffFile(out / row["map"]) as file:
+            assert file.pages[0].is_tiled
+            assert np.array_equal(file.asarray(), one.argmax(0))
+        assert [int(row[f"pixels_{name}"]) for name in names] == [int((one.argmax(0) == n).sum()) for n in (0, 1)]
 
 
 def test_uneven_labels_are_not_the_mean_of_means(comm, monkeypatch):

@@ -1,0 +1,137 @@
+"""`gems predict`: what a run's weights say of images, as a table, and as maps of pixels."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from gems.cli.evaluate import LAST, PROGRAM, read_run
+from gems.cli.framework import Options, print_json
+from gems.config.compose import changed
+from gems.config.schema import DataConfig, RunSpec
+from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
+from gems.data.folder import class_names
+from gems.data.images import KEYS, ImageDataset
+from gems.errors import ConfigError
+from gems.launch.scratch_run import run_program
+
+TABLE = "predictions.csv"
+UNLABELLED, UNLABELLED_SLIDE, SLIDE = "unlabelled", "unlabelled_slide", "slide"
+
+
+def predict(words: Sequence[str], options: Options) -> int:
+    """Write what the weights of a run say of the images of --input, or of its validation split, to the folder of --out.
+
+    Raises:
+        ConfigError: no run, no weights, no image, or a folder that holds predictions.
+        RankFailedError: a rank ended before all was written.
+    """
+    given = options.chosen.get("--input")
+    inputs = [] if given is None else [given, *(word for word in words[1:] if "=" not in word or Path(word).exists())]
+    out = Path(options.chosen.get("--out", "predictions")).absolute()
+    weights = options.chosen.get("--weights", LAST)
+    run_words = [word for word in words if word not in inputs[1:]]
+    with tempfile.TemporaryDirectory(prefix="gems-predict-") as scratch:
+        spec, overrides, path = read_run(run_words, weights, "predict")
+        spec = replace(spec, train=replace(spec.train, epochs=None))
+        classes = names_of_values(spec.data)
+        files = input_files(inputs)
+        if files:
+            listed = Path(scratch) / "files.txt"
+            write_list(listed, files, spec.data)
+            spec = replace(spec, data=unlabelled(spec, listed))
+        spec = changed(spec, overrides, takes_options=True)
+        make_folder(out)
+        request = {"out": str(out), "classes": classes}
+        found = run_program(spec, PROGRAM, "predict", request, timeout_s=None, needs_labels=False)
+    if options.json:
+        print_json({"run": str(path), **found})
+    else:
+        print("\n".join(f"{key.replace('_', ' '):12}  {value}" for key, value in found.items()))
+    return 0
+
+
+def input_files(inputs: Sequence[str]) -> list[Path]:
+    """Return the files that are named, those of named folders, and those that patterns match, in this order.
+
+    Raises:
+        ConfigError: no such file, or a folder or pattern without any.
+    """
+    found: list[Path] = []
+    for text in inputs:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            files = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+        elif path.exists():
+            files = [path]
+        else:
+            files = sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
+        if not files:
+            what = "holds no file" if path.is_dir() else "no such file"
+            raise ConfigError("--input", text, what, "name images, folders of images, or a pattern as '*.png'")
+        found += [each.absolute() for each in files]
+    return list(dict.fromkeys(found))
+
+
+def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:
+    """Write a line for each image; of slides a table in which all have one label."""
+    with path.open("w", newline="") as file:
+        if data.name != SLIDE:
+            file.writelines(f"{each}\n" for each in files)
+            return
+        table = csv.writer(file)
+        table.writerow([data.image_column, "label", "split"])
+        table.writerows([each, next(iter(data.class_map), "0"), "validation"] for each in files)
+
+
+def unlabelled(spec: RunSpec, listed: Path) -> DataConfig:
+    """Return the data of a run with the images of a list in place of its own, read and normalised alike.
+
+    Raises:
+        ConfigError: the run's samples are not images, or are read by the user's own code.
+    """
+    data = spec.data
+    if data.target is not None or kind_of(data) != IMAGES:
+        what = f"the samples of this run are no image files but come from {data.target or f'data={data.name}'}"
+        advice = "leave --input out, and say by data.kwargs or data.path what its validation split holds"
+        raise ConfigError("--input", "given", what, advice)
+    changes: dict[str, Any] = {"task": task_of(data), "transform": None, "transform_kwargs": {}}
+    if data.name == SLIDE:
+        unread: set[str] = set()
+        changes |= {"name": UNLABELLED_SLIDE, "path": str(listed.parent), "labels_path": str(listed), "region": None}
+    else:
+        unread = set(find_source(data).keys) - set(KEYS)
+        changes |= {"name": UNLABELLED, "path": str(listed)}
+    kept = {field.name: getattr(data, field.name) for field in fields(data) if field.name not in unread}
+    made = DataConfig(**kept | changes)
+    dataset = open_dataset(data, spec.seed) if data.normalization == "computed" and data.mean is None else None
+    if not isinstance(dataset, ImageDataset):
+        return made
+    mean, deviation = (part.ravel().tolist() for part in dataset.statistics())
+    return replace(made, normalization="none", mean=mean, std=deviation)
+
+
+def names_of_values(data: DataConfig) -> list[str]:
+    """Return a name for each class, label or value that a model of this task gives."""
+    if task_of(data) in ("multi_label", "regression") and len(data.label_columns) == data.num_classes:
+        return list(data.label_columns)
+    return class_names(data)
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of predictions.
+
+    Raises:
+        ConfigError: it cannot be made, or holds predictions.
+    """
+    if (out / TABLE).exists():
+        raise ConfigError("--out", out, f"holds {TABLE}", "choose another folder, or move that file away")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", out, f"cannot be made ({error.strerror})", "choose another folder") from error

@@ -1,0 +1,84 @@
+"""Heat maps of slides: the probability of a class at the place of each region, over the slide's thumbnail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.data.pyramid import Slide, thumbnail
+from gems.data.slide import SlideDataset
+from gems.utils.atomic_io import atomic_write
+
+_SHARE = 0.5  # of the colour, over the thumbnail
+_LOW, _HIGH = np.array([40.0, 90.0, 200.0]), np.array([215.0, 40.0, 40.0])  # of probabilities 0 and 1
+
+
+def write_heat_maps(
+    folder: Path, dataset: SlideDataset, probabilities: NDArray[np.float64], classes: Sequence[str]
+) -> None:
+    """Write a PNG file for each slide of the validation split and each class; of two classes for the second alone.
+
+    Args:
+        folder: Where the files are written, named after slide and class.
+        dataset: The regions.
+        probabilities: Of the samples' classes, of shape (samples, classes).
+        classes: The names of the classes.
+    """
+    slides: dict[Path, tuple[Slide, list[int]]] = {}
+    for index in range(dataset.num_validation):
+        slide, _ = dataset.box("validation", index)
+        slides.setdefault(slide.path, (slide, []))[1].append(index)
+    shown = range(1, 2) if len(classes) == 2 else range(len(classes))
+    folder.mkdir(parents=True, exist_ok=True)
+    used: set[str] = set()
+    for slide, samples in slides.values():
+        stem, count = slide.path.stem, 1
+        while stem in used:
+            count += 1
+            stem = f"{slide.path.stem}_{count}"
+        used.add(stem)
+        boxes = [dataset.box("validation", index)[1] for index in samples]
+        for number in shown:
+            name = f"{stem}_{classes[number]}".replace("/", "_")
+            with atomic_write(folder / f"{name}.png") as partial:
+                _draw(partial, slide, boxes, probabilities[samples, number].tolist())
+
+
+def heat(
+    shape_px: tuple[int, int], scale: float, boxes: Sequence[tuple[float, float, float, float]], values: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return the mean value of the boxes that cover each pixel, of shape (height, width); NaN where none does.
+
+    Args:
+        shape_px: Height and width of the map.
+        scale: Pixels of level 0 on a side of one of its pixels.
+        boxes: x, y, width and height, in pixels of level 0.
+        values: One a box.
+    """
+    total, count = np.zeros(shape_px), np.zeros(shape_px)
+    for (x, y, width, height), value in zip(boxes, values, strict=True):
+        rows = slice(max(0, floor(y / scale)), max(0, ceil((y + height) / scale)))
+        columns = slice(max(0, floor(x / scale)), max(0, ceil((x + width) / scale)))
+        total[rows, columns] += value
+        count[rows, columns] += 1
+    found = np.full(shape_px, np.nan)
+    np.divide(total, count, out=found, where=count > 0)
+    return found
+
+
+def _draw(
+    path: Path, slide: Slide, boxes: Sequence[tuple[float, float, float, float]], values: Sequence[float]
+) -> None:
+    from PIL.Image import fromarray
+
+    pixels, scale = thumbnail(slide)
+    found = heat((pixels.shape[0], pixels.shape[1]), scale, boxes, values)
+    known = np.isfinite(found)
+    colours = _LOW + np.clip(found[known], 0, 1)[:, None] * (_HIGH - _LOW)
+    drawn = pixels.copy()
+    drawn[known] = np.rint((1 - _SHARE) * drawn[known] + _SHARE * colours).astype(np.uint8)
+    fromarray(drawn).save(path, format="PNG")

@@ -1,0 +1,167 @@
+"""What a run's weights say of samples: a table with a row for each, and maps of the classes of pixels as TIFF files."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gems.data import Dataset, Split, task_of
+from gems.data.dataset import Image, Tokens
+from gems.data.slide import SlideDataset
+from gems.engine.batch_loader import BatchLoader
+from gems.engine.evaluation.heat_map import write_heat_maps
+from gems.engine.loss import Outputs
+from gems.engine.metrics import Metric, Scores, Values
+from gems.engine.pipeline import Pipeline
+from gems.engine.train import measure
+from gems.utils.atomic_io import atomic_write
+
+CSV, MAPS, HEAT_MAPS = "predictions.csv", "maps", "heat_maps"
+TILE_PX = 256  # of the files of maps; TIFF wants a multiple of 16
+
+
+class Numbered(Dataset):
+    """The samples of a dataset, each with its number as its label."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__(
+            dataset.shape, dataset.num_classes, dataset.num_train, dataset.num_validation, dataset.seed, augment=False
+        )
+        self.samples = dataset
+        self.seeds_process = dataset.seeds_process
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the name of a sample in the dataset."""
+        return self.samples.name_of(split, index)
+
+    def _pixels(self, split: Split, index: int) -> Image | Tokens:
+        return self.samples.image(split, index)
+
+    def _label(self, split: Split, index: int) -> int:
+        return index
+
+
+class PredictionRows(Metric):
+    """What a model says of samples whose labels are their numbers.
+
+    Rows hold the number, then the probability of each class or label, the values of a regression, or the pixels of each
+    class, whose map is a file of `folder` by then.
+    """
+
+    def __init__(self, task: str, num_classes: int, scores: Scores, folder: Path, stems: Sequence[str]) -> None:
+        super().__init__(0)
+        self._task, self._num_classes, self._scores = task, num_classes, scores
+        self._folder, self._stems = folder, stems
+
+    def update(self, outputs: Outputs, labels: Tensor) -> None:
+        """Keep the predictions of some samples, or write their maps."""
+        found = self._scores(outputs).detach()
+        if self._task == "segmentation":
+            for number, one in zip(labels.tolist(), found, strict=True):
+                classes = one[: self._num_classes].argmax(0).cpu().numpy()
+                write_map(map_path(self._folder, self._stems, number), classes)
+                pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
+                self.rows.append(torch.from_numpy(np.concatenate([[number], pixels])).double()[None])
+            return
+        found = found.double().reshape(len(labels), -1)
+        if self._task == "classification":
+            found = found[:, : self._num_classes].softmax(1)
+        elif self._task == "multi_label":
+            found = found.sigmoid()
+        self.rows.append(torch.cat([labels.double()[:, None], found], dim=1).cpu())
+
+    def compute(self) -> Values:
+        """Return no figure."""
+        return {}
+
+
+def write_predictions(
+    pipeline: Pipeline, loader: BatchLoader, num_samples: int, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the predictions of all samples to the folder of a request; collective, with a whole result on rank 0.
+
+    The request holds `out`, a folder, and `classes`, a name for each class or value.
+
+    Returns:
+        The number of samples, the table and the folder of maps, if there are any.
+    """
+    spec, out = pipeline.spec, Path(request["out"])
+    task, samples = task_of(spec.data), loader.dataset
+    own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
+    names = pipeline.comm.bcast(own)  # of rank 0, which reads samples
+    predictions = PredictionRows(task, spec.data.num_classes, pipeline.loss.scores, out / MAPS, stems_of(names))
+    measure(pipeline, loader, num_samples, [predictions])
+    found = {"num_samples": num_samples, "table": str(out / CSV)}
+    if task == "segmentation":
+        found["maps"] = str(out / MAPS)
+    if pipeline.comm.rank == 0:
+        rows = np.concatenate([part.numpy() for part in predictions.rows])
+        rows = rows[np.argsort(rows[:, 0])]
+        write_table(out / CSV, rows, names, request["classes"], task)
+        if isinstance(samples, Numbered) and isinstance(samples.samples, SlideDataset):
+            write_heat_maps(out / HEAT_MAPS, samples.samples, rows[:, 1:], request["classes"])
+            found["heat_maps"] = str(out / HEAT_MAPS)
+    return found
+
+
+def write_table(path: Path, rows: NDArray[np.float64], names: Sequence[str], classes: Sequence[str], task: str) -> None:
+    """Write rows of `PredictionRows`, sorted by their numbers, as a CSV file."""
+    kind = {"regression": "", "segmentation": "pixels_"}.get(task, "probability_")
+    header = ["sample", *(["map"] if task == "segmentation" else []), *(["class"] if task == "classification" else [])]
+    stems = stems_of(names)
+    with atomic_write(path) as partial, partial.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow([*header, *(f"{kind}{name}" for name in classes)])
+        for number, *values in rows.tolist():
+            index = int(number)
+            cells: list[Any] = [names[index]]
+            if task == "segmentation":
+                cells.append(map_path(Path(MAPS), stems, index))
+            elif task == "classification":
+                cells.append(classes[int(np.argmax(values))])
+            table.writerow([*cells, *(int(value) if task == "segmentation" else f"{value:.9g}" for value in values)])
+
+
+def stems_of(names: Sequence[str]) -> list[str]:
+    """Return where each sample lies below the folder that holds all, without suffix, and with a number if it recurs."""
+    paths = [Path(name) for name in names]
+    parents = {str(path.parent) for path in paths}
+    common = Path(os.path.commonpath(parents)) if all(path.is_absolute() for path in paths) else Path()
+    found: list[str] = []
+    used: set[str] = set()
+    for path in paths:
+        stem = str((path.relative_to(common) if path.is_relative_to(common) else path).with_suffix(""))
+        unused = stem
+        count = 1
+        while unused in used:
+            count += 1
+            unused = f"{stem}_{count}"
+        used.add(unused)
+        found.append(unused)
+    return found
+
+
+def map_path(folder: Path, stems: Sequence[str], number: int) -> Path:
+    """Return the file of a sample's map."""
+    return folder / f"{stems[number]}.tif"
+
+
+def write_map(path: Path, classes: NDArray[np.int64]) -> None:
+    """Write a map of classes (H, W) as a tiled and compressed TIFF of the least type that holds them."""
+    import tifffile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = np.uint8 if classes.max(initial=0) < 256 else np.uint16
+    with atomic_write(path) as partial:
+        tifffile.imwrite(
+            partial, classes.astype(kind), photometric="minisblack", tile=(TILE_PX, TILE_PX), compression="zlib",
+            metadata=None,
+        )  # fmt: skip
