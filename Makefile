@@ -32,8 +32,11 @@ $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,dev,docs]'
 	@touch $@
 
-run: setup
+run: setup $(if $(filter finetune,$(CONF)),runs/pretrained.safetensors)
 	@$(PY) -m jobs submit experiment=$(CONF) cluster=local $(ARGS)
+
+runs/pretrained.safetensors: | setup
+	@$(PY) -m examples.finetune $@
 
 submit: setup
 	@$(PY) -m jobs submit --auto-cluster experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)

@@ -67,7 +67,12 @@ class TestConf:
         assert spec == resolve(spec), "it is resolved"
 
     @pytest.mark.parametrize("name", options_of("experiment"))
-    def test_every_experiment_composes_under_its_name(self, name: str) -> None:
+    def test_every_experiment_composes_under_its_name(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "pretrained.safetensors").touch()  # which make run CONF=finetune makes
+        monkeypatch.chdir(tmp_path)
         assert compose([f"experiment={name}"]).name == name
 
     @pytest.mark.parametrize("name", FAMILIES)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 KEY = "train.initial_checkpoint"
 SAFETENSORS = ".safetensors"
 NESTED = ("state_dict", "model_state_dict", "model", "module", "net")  # where a training script's checkpoint has them
-COUNTER = "num_batches_tracked"  # older files lack it, and only batch norm without a momentum reads it
+# Of batch norm: older files lack it, a frozen one has none, and only one without a momentum reads it.
+COUNTER = "num_batches_tracked"
 MAX_NAMES = 4  # that a message lists
 
 
@@ -153,7 +154,7 @@ def match_names(
     anew = tuple(name for name in wanted if name not in names and not name.endswith(COUNTER))
     missing = [name for name in anew if not is_new[name]]
     used = {*names.values(), *(theirs[name] for name in wanted if name in theirs)}
-    unused = tuple(name for name in given if name not in used)
+    unused = tuple(name for name in given if name not in used and not name.endswith(COUNTER))
     advice = "name what may be drawn anew by train.initial_new=[...], or set train.initial_strict=false"
     if is_strict and missing:
         raise ConfigError(KEY, path, f"lacks {_listed(missing)}", advice)
