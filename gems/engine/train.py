@@ -32,7 +32,7 @@ from gems.engine.supervision.loggers import Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
 from gems.engine.supervision.stop_request import StopListener
-from gems.engine.transport.mpi import Comm
+from gems.engine.transport.mpi import Comm, meet
 from gems.engine.transport.polling import WaitState
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -180,6 +180,7 @@ def open_loader(
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     dataset = view(open_dataset(spec.data, spec.seed)) if reads else None
     counts = (dataset.num_validation, dataset.num_train) if dataset and not comm.rank else None
+    meet(comm)
     num_validation, num_train = comm.bcast(counts)
     loader = BatchLoader(
         spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,

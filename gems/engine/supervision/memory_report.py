@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.engine.pipeline import Pipeline
+from gems.engine.transport.mpi import meet
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import rank_timeline
@@ -26,6 +27,7 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
     Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
     the run was planned with, or a fake profile.
     """
+    meet(pipeline.comm)
     predicted = _bytes_from_stages(pipeline) if pipeline.segments is None else _bytes_from_profile(pipeline, profile)
     counted = tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes))
     return {
