@@ -1,13 +1,7 @@
-"""The example of a model: it is split where it should be, and trains as in one process."""
+"""The example of a model is split into layers; tests/mpi/mpi_tasks.py has its gradients."""
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from gems.__main__ import VERBS
-from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.models import layers_of
 
@@ -20,8 +14,3 @@ WORDS = [
 def test_layers() -> None:
     spec = compose(WORDS)
     assert [layer.name for layer in layers_of(spec.model, spec.data)]
-
-
-def test_gradients_are_those_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("gems", VERBS, ["verify", *WORDS, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["max_rel_error"] <= 1e-12

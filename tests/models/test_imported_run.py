@@ -35,12 +35,12 @@ def gems(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_trains_as_one_process_would(folder: Path, schedule: str) -> None:
-    done = gems(folder, "verify", *WORDS, f"schedule={schedule}", "--json")
+def test_trains_as_one_process_would(folder: Path) -> None:
+    """With a backward that is split; with a whole one in tests/mpi/mpi_tasks.py."""
+    done = gems(folder, "verify", *WORDS, "schedule=zb_h1", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["model"], found["partitions"], found["schedule"]) == ("OwnUNet", 3, schedule)
+    assert (found["model"], found["partitions"], found["schedule"]) == ("OwnUNet", 3, "zb_h1")
     assert found["max_rel_error"] <= 1e-12
     assert found["peak_activation_bytes"] == found["predicted_activation_bytes"]
     # the decoder's last part holds a parameter of the network itself, which no layer of torch's does

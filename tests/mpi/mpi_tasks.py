@@ -51,6 +51,14 @@ CASES = {
     ),
     "own function": ({}, VALUES, {"target": f"{OWN}.summed_or_mean"}, ("gems_mast", 2, 2)),
     "own u-net": (owned("OwnSegmenter"), MASKS, UNEVEN, ("gems_master", 3, 1)),
+    "the example of a model": (
+        {"target": "examples.own_model.TileNet", "kwargs": {"width": 4}},
+        {"name": "synthetic", "num_classes": 2, "height_px": 32, "width_px": 32}, {}, ("1f1b", 2, 1),
+    ),
+    "own network that changes its input": (
+        {"target": "tests.models.own_unet.OwnUNet", "kwargs": {"width": 4}},
+        {"name": "synthetic", "num_classes": 2, "height_px": 18, "width_px": 14}, {}, ("1f1b", 3, 1),
+    ),
     "a part of a dict": (owned("WithDict"), MASKS, {"output": "out", **UNEVEN}, ("1f1b", 2, 2)),
     "a whole dict": (owned("WithDict"), MASKS, {"target": f"{OWN}.of_two"}, ("gems_master", 2, 1)),
     "other outputs in training": (owned("WithTuple"), MASKS, {"output": "main"}, ("gems_master", 2, 2)),
