@@ -8,7 +8,7 @@ from pathlib import Path
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Source, Split, generator
-from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, ImageDataset, Values, check_images, read_image, stamps
 from gems.data.splits import num_held_out
 from gems.data.table import Rows, class_numbers, read_rows, split_rows
 from gems.errors import ConfigError
@@ -84,7 +84,6 @@ class UnlabelledDataset(ImageDataset):
 
 def check_unlabelled(data: DataConfig) -> None:
     """Raise ConfigError for a list of images that is missing; opens no image."""
-    _check_channels(data)
     check_images(data)
     if data.path is None or not Path(data.path).is_file():
         raise ConfigError("data.path", data.path, "must be a text file that names an image a line", "give its path")
@@ -106,7 +105,6 @@ def class_names(data: DataConfig) -> list[str]:
 
 def check(data: DataConfig) -> None:
     """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
-    _check_channels(data)
     check_images(data)
     root = _root(data)
     if data.labels_path is not None:
@@ -120,11 +118,6 @@ def check(data: DataConfig) -> None:
     else:
         names = _class_names(root)
     _classes_of(data, names)
-
-
-def _check_channels(data: DataConfig) -> None:
-    if data.channels not in MODES:
-        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
 
 
 def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:

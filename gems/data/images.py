@@ -209,6 +209,8 @@ def read_image(path: Path, data: DataConfig) -> Values:
     from PIL import ImageOps
     from PIL.Image import Resampling
 
+    if data.channels not in MODES:
+        return fitted(read_channels(path, data), data, str(path))
     with opened(path, data) as picture:
         if _is_wide_colour(picture, data):
             return fitted(read_tiff(path, data.page, data.channels), data, str(path))
@@ -223,6 +225,18 @@ def read_image(path: Path, data: DataConfig) -> Values:
         turned = upright if upright.mode == wanted else upright.convert(wanted)
         tile = ImageOps.fit(turned, (data.width_px, data.height_px), Resampling.BILINEAR)
     return np.asarray(tile).reshape(data.height_px, data.width_px, data.channels).transpose(2, 0, 1)
+
+
+def read_channels(path: Path, data: DataConfig) -> Values:
+    """Return a TIFF file as (channels, height, width), of any number of channels.
+
+    Raises:
+        ConfigError: another kind of file, or as `read_tiff`.
+    """
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
+        raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
+    return read_tiff(path, data.page, data.channels)
 
 
 def read_mask(path: Path, data: DataConfig) -> NDArray[Any]:

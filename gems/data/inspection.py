@@ -14,7 +14,7 @@ from pathlib import Path
 from gems.config.schema import DataConfig
 from gems.data import find_source, open_dataset, task_of
 from gems.data.dataset import Dataset, Split
-from gems.data.images import ImageDataset, opened, ordered, stamps, threads
+from gems.data.images import MODES, ImageDataset, opened, ordered, read_channels, stamps, threads
 from gems.errors import ConfigError
 from gems.utils.cache import keep_cached, read_cached
 from gems.utils.targets import answer, ask_child, target_error
@@ -75,6 +75,9 @@ def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]
 
 def _read_through(path: Path, data: DataConfig) -> None:
     """Read a whole file; raises ConfigError if it cannot be read, or would be misread."""
+    if data.channels not in MODES:
+        read_channels(path, data)
+        return
     with opened(path, data) as picture:
         is_png = picture.format == "PNG" and data.page is None
         if not is_png:

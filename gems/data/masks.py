@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
+from gems.data.images import KEYS, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
@@ -51,8 +51,6 @@ class MaskDataset(ImageDataset):
 
 def check(data: DataConfig) -> None:
     """Raise ConfigError for folders that are missing, or images without a mask; opens no image."""
-    if data.channels not in MODES:
-        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
     check_images(data)
     wrong = [value for value in data.class_map if not value.isdecimal()]
     if wrong:

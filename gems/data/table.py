@@ -10,7 +10,7 @@ import numpy as np
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
-from gems.data.images import KEYS, MODES, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, ImageDataset, Values, check_images, read_image, stamps
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
 
@@ -67,8 +67,6 @@ def check(data: DataConfig) -> None:
 
 
 def _checked_rows(data: DataConfig) -> Rows:
-    if data.channels not in MODES:
-        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
     check_images(data)
     columns, task = data.label_columns, data.task or TASKS[0]
     if not columns:

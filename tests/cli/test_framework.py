@@ -78,7 +78,7 @@ class TestVerbs:
         assert (said.code, said.out, SEEN) == (0, "python -m gems words: takes words\n", [])
 
     def test_unknown_verb(self, gems: Gems) -> None:
-        allowed = "schedule, simulate, profile, partition, memory, place, plan, evaluate, export, verify"
+        allowed = "schedule, simulate, profile, partition, memory, place, plan, evaluate, predict, export, verify"
         check_refusal(gems("schedul"), f"command=schedul: allowed: {allowed}; nearest: schedule")
 
     def test_a_verb_is_loaded_only_when_it_is_run(self, gems: Gems) -> None:

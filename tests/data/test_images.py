@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from gems.config.compose import compose
@@ -69,6 +70,22 @@ class TestMisread:
             np.testing.assert_array_equal(found[0], values)
             assert "has the value" in self.refused(path, channels=1, bits=11)
             assert "1 channel" in self.refused(path, channels=3, bits=12)
+
+    def test_five_channels_of_sixteen_bits(self, tmp_path: Path) -> None:
+        """A TIFF file of a fluorescence microscope: channels last, apart, or of twice the size that is wanted."""
+        values = np.random.default_rng(1).integers(4096, size=(5, SIDE, SIDE), dtype=np.uint16)
+        even = np.ones((5, 2 * SIDE, 2 * SIDE), np.uint16) * np.arange(5, dtype=np.uint16)[:, None, None]
+        for number, (pixels, planar, expected) in enumerate((
+            (values.transpose(1, 2, 0), "contig", values), (values, "separate", values),
+            (even, "separate", even[:, ::2, ::2]),
+        )):  # fmt: skip
+            path = tmp_path / f"{number}.tif"
+            tifffile.imwrite(path, pixels, photometric="minisblack", planarconfig=planar)
+            np.testing.assert_array_equal(read_image(path, data_of(tmp_path, channels=5, bits=12)), expected)
+            assert "data.bits=null" in self.refused(path, channels=5)
+            assert "set data.channels=5" in self.refused(path, channels=6, bits=12)
+        Image.fromarray(noise(0, SIDE, SIDE)).save(tmp_path / "x.png")
+        assert "is no TIFF file; use TIFF files, or 1 (grey)" in self.refused(tmp_path / "x.png", channels=5)
 
     def test_bytes_are_no_twelve_bits(self, tmp_path: Path) -> None:
         Image.fromarray(noise(0, SIDE, SIDE)).save(tmp_path / "x.png")
