@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import DataConfig, RunSpec
 from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
-from gems.data.folder import class_names
-from gems.data.images import KEYS, ImageDataset
+from gems.data.folder import class_names, files_below
+from gems.data.images import KEYS, MODES, ImageDataset, opened
+from gems.data.slide import SUFFIXES
 from gems.errors import ConfigError
 from gems.launch.scratch_run import run_program
 
-TABLE = "predictions.csv"
+# Of the files that are taken of a folder.
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2")
 UNLABELLED, UNLABELLED_SLIDE, SLIDE = "unlabelled", "unlabelled_slide", "slide"
 
 
@@ -28,7 +30,7 @@ def predict(words: Sequence[str], options: Options) -> int:
     """Write what the weights of a run say of the images of --input, or of its validation split, to the folder of --out.
 
     Raises:
-        ConfigError: no run, no weights, no image, or a folder that holds predictions.
+        ConfigError: no run, no weights, no image, one that cannot be read, or a folder that holds files.
         RankFailedError: a rank ended before all was written.
     """
     given = options.chosen.get("--input")
@@ -40,12 +42,14 @@ def predict(words: Sequence[str], options: Options) -> int:
         spec, overrides, path = read_run(run_words, weights, "predict")
         spec = replace(spec, train=replace(spec.train, epochs=None))
         classes = names_of_values(spec.data)
-        files = input_files(inputs)
+        files = input_files(inputs, SUFFIXES if spec.data.name == SLIDE else IMAGE_SUFFIXES)
         if files:
             listed = Path(scratch) / "files.txt"
             write_list(listed, files, spec.data)
             spec = replace(spec, data=unlabelled(spec, listed))
         spec = changed(spec, overrides, takes_options=True)
+        if spec.data.name == UNLABELLED:
+            check_files(files, spec.data)
         make_folder(out)
         request = {"out": str(out), "classes": classes}
         found = run_program(spec, PROGRAM, "predict", request, timeout_s=None, needs_labels=False)
@@ -56,8 +60,8 @@ def predict(words: Sequence[str], options: Options) -> int:
     return 0
 
 
-def input_files(inputs: Sequence[str]) -> list[Path]:
-    """Return the files that are named, those of named folders, and those that patterns match, in this order.
+def input_files(inputs: Sequence[str], suffixes: Collection[str]) -> list[Path]:
+    """Return the files that are named, those of named folders with one of the suffixes, and those that patterns match.
 
     Raises:
         ConfigError: no such file, or a folder or pattern without any.
@@ -66,16 +70,28 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     for text in inputs:
         path = Path(text).expanduser()
         if path.is_dir():
-            files = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+            files = [each for each in files_below(path) if each.suffix.lower() in suffixes]
         elif path.exists():
             files = [path]
         else:
             files = sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
         if not files:
-            what = "holds no file" if path.is_dir() else "no such file"
+            what = f"holds no file that ends with {', '.join(suffixes)}" if path.is_dir() else "no such file"
             raise ConfigError("--input", text, what, "name images, folders of images, or a pattern as '*.png'")
         found += [each.absolute() for each in files]
     return list(dict.fromkeys(found))
+
+
+def check_files(files: Sequence[Path], data: DataConfig) -> None:
+    """Check what the files say of themselves, without their pixels.
+
+    Raises:
+        ConfigError: one that cannot be read, or would be misread.
+    """
+    for path in files:
+        if data.channels in MODES:
+            with opened(path, data):
+                pass
 
 
 def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:
@@ -127,11 +143,11 @@ def make_folder(out: Path) -> None:
     """Make the folder of predictions.
 
     Raises:
-        ConfigError: it cannot be made, or holds predictions.
+        ConfigError: it cannot be made, or holds files already.
     """
-    if (out / TABLE).exists():
-        raise ConfigError("--out", out, f"holds {TABLE}", "choose another folder, or move that file away")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--out", out, f"cannot be made ({error.strerror})", "choose another folder") from error
+    if any(out.iterdir()):
+        raise ConfigError("--out", out, "is not empty", "choose another folder, for maps of two calls would mix")

@@ -164,10 +164,10 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     numbers = _classes_of(data, names)
     if is_split:
         for split, found in files.items():
-            found += [(path, numbers[name]) for name in names for path in _files_of(root / split / name)]
+            found += [(path, numbers[name]) for name in names for path in files_below(root / split / name)]
         return files
     for order, name in enumerate(names):
-        paths = _files_of(root / name)
+        paths = files_below(root / name)
         num_validation = num_held_out(data, len(paths))
         held_out = set(generator(seed, "split", order).permutation(len(paths))[:num_validation].tolist())
         for number, path in enumerate(paths):
@@ -179,7 +179,7 @@ def _class_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _files_of(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """Return all files below a folder, except hidden ones."""
     if not folder.is_dir():
         return []

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+TIFF_SUFFIXES = (".tif", ".tiff")
 _MAX_THREADS = 8
 _BYTE = 255.0
 _BAND_PX = 256
@@ -233,7 +234,7 @@ def read_channels(path: Path, data: DataConfig) -> Values:
     Raises:
         ConfigError: another kind of file, or as `read_tiff`.
     """
-    if path.suffix.lower() not in (".tif", ".tiff"):
+    if path.suffix.lower() not in TIFF_SUFFIXES:
         advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
         raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
     return read_tiff(path, data.page, data.channels)
@@ -278,6 +279,8 @@ def opened(path: Path, data: DataConfig, is_mask: bool = False, verify: bool = F
     except ConfigError:
         raise
     except Exception as error:
+        if path.suffix.lower() in TIFF_SUFFIXES and not is_mask:
+            read_tiff(path, data.page, data.channels)  # which says what Pillow does not: another number of channels
         why = " ".join(str(error).split()) or type(error).__name__
         advice = "repair or remove the file"
         raise ConfigError("data.path", path, f"not a readable image: {why}", advice) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
@@ -131,8 +132,11 @@ def test_images_of_files_are_predicted(trained: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--input", "no/such.png"], r"^--input=no/such\.png: no such file"),
-        (["--input", "empty"], r"^--input=empty: holds no file"),
-        (["--out", "full"], r"^--out=.*/full: holds predictions\.csv; choose another"),
+        (["--input", "empty"], r"^--input=empty: holds no file that ends with \.png"),
+        (["--input", "tables"], r"^--input=tables: holds no file that ends with \.png"),
+        (["--input", "full/five.tiff"], r"^data\.channels=3: .*/five\.tiff has 5; set data\.channels=5$"),
+        (["--input", "full/no.csv"], r"^data\.path=.*/no\.csv: not a readable image"),
+        (["--out", "full"], r"^--out=.*/full: is not empty; choose another"),
         (["--out", "full/predictions.csv/deeper"], r"^--out=.*: cannot be made"),
         (["data=tisue"], r"^data=tisue: allowed: "),
     ],
@@ -141,7 +145,10 @@ def test_refusals_of_predict(trained: Path, words: list[str], says: str, monkeyp
     monkeypatch.chdir(trained.parents[1])
     Path("empty").mkdir(exist_ok=True)
     Path("full").mkdir(exist_ok=True)
-    Path("full", "predictions.csv").touch()
+    Path("tables", ".hidden").mkdir(exist_ok=True, parents=True)
+    for name in ("full/predictions.csv", "full/no.csv", "tables/labels.csv", "tables/.hidden/a.png"):
+        Path(name).touch()
+    tifffile.imwrite("full/five.tiff", np.zeros((5, 8, 8), np.uint8), photometric="minisblack", planarconfig="separate")
     chosen = dict(zip(words[::2], words[1::2], strict=False)) if words[0].startswith("--") else {}
     rest = [] if chosen else words
     with pytest.raises(ConfigError, match=says):
@@ -152,6 +159,7 @@ def test_a_file_that_is_no_image_ends_with_its_name(trained: Path, tmp_path: Pat
     (tmp_path / "a.png").write_text("no image")
     folder = trained.parents[1]
     ended = call(folder, "gems", "predict", "run", "parallel.partitions=1", "--input", str(tmp_path), "--out", "none")
+    assert not (folder / "none").exists()
     assert ended.returncode == 2 and f"{tmp_path}/a.png: not a readable image" in ended.stderr
 
 

@@ -67,7 +67,7 @@ class PredictionRows(Metric):
         if self._task == "segmentation":
             for number, one in zip(labels.tolist(), found, strict=True):
                 classes = one[: self._num_classes].argmax(0).cpu().numpy()
-                write_map(map_path(self._folder, self._stems, number), classes)
+                write_map(map_path(self._folder, self._stems, number), classes, self._num_classes)
                 pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
                 self.rows.append(torch.from_numpy(np.concatenate([[number], pixels])).double()[None])
             return
@@ -154,12 +154,12 @@ def map_path(folder: Path, stems: Sequence[str], number: int) -> Path:
     return folder / f"{stems[number]}.tif"
 
 
-def write_map(path: Path, classes: NDArray[np.int64]) -> None:
-    """Write a map of classes (H, W) as a tiled and compressed TIFF of the least type that holds them."""
+def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
+    """Write a map of classes (H, W) as a tiled and compressed TIFF of the least type that holds all of them."""
     import tifffile
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = np.uint8 if classes.max(initial=0) < 256 else np.uint16
+    kind = np.uint8 if num_classes <= 256 else np.uint16
     with atomic_write(path) as partial:
         tifffile.imwrite(
             partial, classes.astype(kind), photometric="minisblack", tile=(TILE_PX, TILE_PX), compression="zlib",
