@@ -14,8 +14,8 @@ from gems.cli.evaluate import LAST, PROGRAM, read_run
 from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import DataConfig, RunSpec
-from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
-from gems.data.folder import class_names, files_below
+from gems.data import IMAGES, class_names, find_source, kind_of, open_dataset, task_of
+from gems.data.folder import files_below
 from gems.data.images import KEYS, MODES, ImageDataset, opened
 from gems.data.slide import SUFFIXES
 from gems.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 from gems.config.fields import check_fields
@@ -20,6 +21,7 @@ __all__ = [
     "Split",
     "Tokens",
     "check_data",
+    "class_names",
     "dataset",
     "find_source",
     "kind_of",
@@ -55,6 +57,15 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
     else:  # whose check would construct the user's dataset once more
         _check_keys(data)
     return find_source(data).open(data, seed)
+
+
+def class_names(data: DataConfig) -> list[str]:
+    """Return the names of the classes as the source or data.class_map has them; numbers where there are none."""
+    numbers = dict(data.class_map) if task_of(data) == "classification" else {}
+    with contextlib.suppress(ConfigError, OSError):  # as data that are no longer there
+        numbers = find_source(data).class_numbers(data) or numbers
+    names = {number: name for name, number in numbers.items()}
+    return [names.get(number, str(number)) for number in range(data.num_classes)]
 
 
 def num_train(data: DataConfig, seed: int) -> int:

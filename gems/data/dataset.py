@@ -147,7 +147,7 @@ class Source:
     ConfigError for data that cannot be opened, without decoding an image; `field_of_view_px` derives that of `data`. If
     it `counts_itself`, the number of samples is that of the files, whatever data.train_samples is. The source gives the
     labels of the first of its `tasks`, unless data.task says another. `keys` are those that only some sources read.
-    Samples that are not `labelled` can be predicted, not trained on.
+    Samples that are not `labelled` can be predicted, not trained on. `class_numbers` gives classes by name, if any.
     """
 
     open: Callable[[DataConfig, int], Dataset]
@@ -158,6 +158,7 @@ class Source:
     counts_itself: bool = False
     keys: tuple[str, ...] = ()
     labelled: bool = True
+    class_numbers: Callable[[DataConfig], dict[str, int]] = lambda data: {}
 
 
 DATASETS: Registry[Source] = registries.DATASETS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from gems.config.recipe import TASKS
@@ -89,18 +88,12 @@ def check_unlabelled(data: DataConfig) -> None:
         raise ConfigError("data.path", data.path, "must be a text file that names an image a line", "give its path")
 
 
-def class_names(data: DataConfig) -> list[str]:
-    """Return the names of classes, by data.class_map or the folders of data=folder; numbers if neither is there."""
-    numbers = dict(data.class_map)
-    if not numbers and data.name == "folder" and data.target is None and data.path is not None:
-        root = Path(data.path).expanduser()
-        with contextlib.suppress(ConfigError, OSError):
-            if data.labels_path is not None:
-                numbers = _classes_of(data, [row["label"] for row in _rows(data)])
-            else:
-                numbers = _classes_of(data, _class_names(root / "train" if _has_split(root) else root))
-    names = {number: name for name, number in numbers.items()}
-    return [names.get(number, str(number)) for number in range(data.num_classes)]
+def numbers_of_classes(data: DataConfig) -> dict[str, int]:
+    """Return the number of each class, by its folder or its name in the table."""
+    root = _root(data)
+    if data.labels_path is not None:
+        return _classes_of(data, [row["label"] for row in _rows(data)])
+    return _classes_of(data, _class_names(root / "train" if _has_split(root) else root))
 
 
 def check(data: DataConfig) -> None:
@@ -193,7 +186,14 @@ def _listed(names: list[str] | set[str]) -> str:
 
 
 DATASETS.register(
-    "folder", Source(FolderDataset, check, counts_itself=True, keys=(*KEYS, "labels_path", "image_column", "class_map"))
+    "folder",
+    Source(
+        FolderDataset,
+        check,
+        counts_itself=True,
+        keys=(*KEYS, "labels_path", "image_column", "class_map"),
+        class_numbers=numbers_of_classes,
+    ),
 )
 DATASETS.register(
     "unlabelled",

@@ -54,7 +54,7 @@ class SlideDataset(ImageDataset):
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         rows = _checked_rows(data)
-        numbers = class_numbers(data, [row["label"] for row in rows], str(_labels_path(data)), is_table=True)
+        numbers = numbers_of_classes(data, rows)
         places = dict(zip(map(id, rows), _regions(data, rows), strict=True))
         self._regions: dict[Split, list[_Regions]] = {}
         self._places: dict[Split, NDArray[np.int64]] = {}  # (samples, 2): the row, and the region of it
@@ -149,8 +149,14 @@ class UnlabelledSlides(SlideDataset):
 def check(data: DataConfig) -> None:
     """Raise ConfigError for slides, labels or regions that are not as `data` says; reads thumbnails at most."""
     rows = _checked_rows(data)
-    class_numbers(data, [row["label"] for row in rows], str(_labels_path(data)), is_table=True)
+    numbers_of_classes(data, rows)
     _regions(data, rows)
+
+
+def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
+    """Return the number of each class that the table of labels names."""
+    names = [row["label"] for row in (_checked_rows(data) if rows is None else rows)]
+    return class_numbers(data, names, str(_labels_path(data)), is_table=True)
 
 
 def _root(data: DataConfig) -> Path:
@@ -419,5 +425,5 @@ def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) ->
     return corners[np.array(shares) >= share]
 
 
-DATASETS.register("slide", Source(SlideDataset, check, counts_itself=True, keys=KEYS))
+DATASETS.register("slide", Source(SlideDataset, check, counts_itself=True, keys=KEYS, class_numbers=numbers_of_classes))
 DATASETS.register("unlabelled_slide", Source(UnlabelledSlides, check, counts_itself=True, keys=KEYS, labelled=False))

@@ -29,7 +29,7 @@ class TableDataset(ImageDataset):
         rows = _checked_rows(data)
         self._task = data.task or TASKS[0]
         kinds = [row[data.label_columns[0]] if self._task == TASKS[0] else "" for row in rows]
-        self._numbers = class_numbers(data, kinds, "the table", is_table=True) if self._task == TASKS[0] else {}
+        self._numbers = numbers_of_classes(data, rows)
         self._rows = split_rows(data, "data.path", rows, kinds, seed)
         self._folder = Path(str(data.path)).expanduser().parent
         super().__init__(data, len(self._rows["train"]), len(self._rows["validation"]), seed)
@@ -120,6 +120,14 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
     return [{name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)} for row in rows]
 
 
+def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:
+    """Return the number of each class that the table names, none for another task."""
+    if (data.task or TASKS[0]) != TASKS[0]:
+        return {}
+    names = [row[data.label_columns[0]] for row in (_checked_rows(data) if rows is None else rows)]
+    return class_numbers(data, names, "the table", is_table=True)
+
+
 def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool) -> dict[str, int]:
     """Return the number of each class: by data.class_map, or its rank among the sorted names.
 
@@ -180,6 +188,11 @@ def split_rows(data: DataConfig, key: str, rows: Rows, kinds: list[str], seed: i
 DATASETS.register(
     "table",
     Source(
-        TableDataset, check, tasks=TASKS, counts_itself=True, keys=(*KEYS, "label_columns", "image_column", "class_map")
+        TableDataset,
+        check,
+        tasks=TASKS,
+        counts_itself=True,
+        keys=(*KEYS, "label_columns", "image_column", "class_map"),
+        class_numbers=numbers_of_classes,
     ),
 )

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from gems.config.schema import DataConfig
-from gems.data import check_data, open_dataset
+from gems.data import check_data, class_names, open_dataset
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 
@@ -57,6 +57,7 @@ class TestTables:
 
     def test_classes(self, table: Path) -> None:
         dataset = opened("table", table, label_columns=["grade"])
+        assert class_names(dataset.config) == ["high", "low"]
         assert [dataset.label("train", index) for index in range(4)] == [1, 0, 1, 0]  # high, low by name
         np.testing.assert_allclose(
             dataset.image("train", 2), noise(2, SIDE, SIDE, 3).transpose(2, 0, 1) / 255, atol=1e-6

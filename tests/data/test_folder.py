@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from PIL import Image
 
 from gems.config.schema import DataConfig
-from gems.data import Split, check_data, open_dataset
+from gems.data import Split, check_data, class_names, open_dataset
 from gems.data.folder import FolderDataset
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
@@ -202,6 +204,16 @@ def test_hidden_files_are_no_images(tmp_path: Path) -> None:
     (tmp_path / "alpha" / ".listing").write_text("x")
     (tmp_path / ".cache").mkdir()
     assert opened(tmp_path).num_classes == 2
+
+
+def test_names_of_classes(tmp_path: Path) -> None:
+    """Numbers once the folder is gone, unless data.class_map has them."""
+    data = folder_data(fill(tmp_path / "images"))
+    names = class_names(data)
+    assert names == sorted(COLOURS) and len(names) == data.num_classes
+    shutil.rmtree(tmp_path / "images")
+    assert class_names(data) == ["0", "1"]
+    assert class_names(replace(data, class_map={"benign": 1})) == ["0", "benign"]
 
 
 def test_an_image_beyond_pillows_limit_is_welcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tifffile
 
 from gems.config.schema import DataConfig
-from gems.data import check_data, open_dataset, pyramid
+from gems.data import check_data, class_names, open_dataset, pyramid
 from gems.data.dataset import generator, turned
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
@@ -428,6 +428,10 @@ class TestReading:
         found = in_child(read_region, str(tmp_path), 2048, "openslide", threads=1)
         assert found.get("region_bytes") == 3 * 2048 * 2048 * 4, found
         assert 1.0 <= found["ratio"] <= 1.5
+
+
+def test_names_of_classes(folder: Path) -> None:
+    assert class_names(configured(folder)) == ["benign", "tumour"]
 
 
 def test_the_slide_of_tissue_has_regions_apart_and_both_classes(cache: Path) -> None:
