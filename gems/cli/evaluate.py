@@ -79,7 +79,7 @@ def weights_folder(path: Path, weights: str) -> Path:
     if weights == LAST:
         return path
     if weights == AVERAGE:
-        average = RunFolder(path).checkpoint / AVERAGE
+        average = RunFolder(path).average
         if not average.is_dir():
             raise ConfigError("--weights", weights, f"{path} has none", "train with train.ema_decay=0.999")
         return average

@@ -88,10 +88,9 @@ def check_files(files: Sequence[Path], data: DataConfig) -> None:
     Raises:
         ConfigError: one that cannot be read, or would be misread.
     """
-    for path in files:
-        if data.channels in MODES:
-            with opened(path, data):
-                pass
+    for path in files if data.channels in MODES else ():
+        with opened(path, data):
+            pass
 
 
 def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:

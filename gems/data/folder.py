@@ -100,17 +100,11 @@ def check(data: DataConfig) -> None:
     """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
     check_images(data)
     root = _root(data)
-    if data.labels_path is not None:
-        _classes_of(data, [row["label"] for row in _rows(data)])
-        return
-    if _has_split(root):
-        names = _class_names(root / "train")
-        strays = set(_class_names(root / "validation")) - set(names)
+    if data.labels_path is None and _has_split(root):
+        strays = set(_class_names(root / "validation")) - set(_class_names(root / "train"))
         if strays:
             raise ConfigError("data.path", data.path, f"train/ lacks classes of validation/: {_listed(strays)}")
-    else:
-        names = _class_names(root)
-    _classes_of(data, names)
+    numbers_of_classes(data)
 
 
 def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:

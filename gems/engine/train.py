@@ -41,7 +41,6 @@ from gems.utils.atomic_io import write_json
 
 # the columns of metrics.csv before those of validation
 LOGGED = ("train_loss", "step_s", "grad_norm", "learning_rate")
-AVERAGE = "average"  # folder of the averaged weights, in that of the weights
 _log = logging.getLogger(__name__)
 
 
@@ -155,7 +154,7 @@ def train(
         weights.save(pipeline, folder.checkpoint)
         with pipeline.update.averaged() as is_averaged:
             if is_averaged:
-                weights.save(pipeline, folder.checkpoint / AVERAGE)
+                weights.save(pipeline, folder.average)
         energies_j = comm.gather(energy_j)
         if energies_j is not None:
             write_json(folder.result_json, {

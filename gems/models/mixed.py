@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.config.schema import PRECISIONS
+from gems.models.outputs import map_tensors
 
 _COPIES = "low_copies"
 # Layers whose products autocast computes in the low type; what others read is cast by it at each use.
@@ -119,11 +120,4 @@ def _device_type(given: Any) -> str:
 
 
 def _cast(made: Any, dtype: torch.dtype) -> Any:
-    if isinstance(made, Tensor):
-        return made.to(dtype) if made.dtype is torch.float32 else made
-    if isinstance(made, dict):
-        return {key: _cast(value, dtype) for key, value in made.items()}
-    if isinstance(made, list | tuple):
-        cast = [_cast(value, dtype) for value in made]
-        return type(made)(*cast) if hasattr(made, "_fields") else type(made)(cast)
-    return made
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, made)

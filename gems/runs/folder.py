@@ -71,6 +71,7 @@ class RunFolder:
     metrics_csv = _Entry("metrics.csv")  # loss and other figures of each step, of all attempts together
     predictions_png = _Entry("predictions.png")  # images, masks and predicted classes of some validation samples
     checkpoint = _Entry("checkpoint")  # the weights at the end
+    average = _Entry("checkpoint/average")  # the weights averaged over the steps, by train.ema_decay
     best = _Entry("best")  # the weights of the best validation, in a folder that best.json names
     best_json = _Entry("best.json")
     checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,18 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
     if sync:
         sync_to_disk(path.parent)
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Return names of files, those that recur with a number from 2 on at their end."""
+    found: dict[str, None] = {}
+    for name in names:
+        unused, count = name, 1
+        while unused in found:
+            count += 1
+            unused = f"{name}_{count}"
+        found[unused] = None
+    return list(found)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -70,7 +70,7 @@ class Join(nn.Module):
 
 
 class Fuse(nn.Module):
-    """Gives what it gets, and from its forward number `at` on nothing but NaN."""
+    """A layer that hands on what it gets, and from its forward number `at` on nothing but NaN."""
 
     def __init__(self, at: int) -> None:
         super().__init__()

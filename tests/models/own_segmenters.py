@@ -19,7 +19,7 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Gives its maps of all levels as a list, as those of segmentation_models.pytorch."""
+    """An encoder whose maps of all levels are a list, as those of segmentation_models.pytorch."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OwnSegmenter(nn.Module):
 
 
 class WithDict(nn.Module):
-    """Gives a dict of two maps, as torchvision's DeepLab with an auxiliary classifier."""
+    """A segmenter with a dict of two maps, as torchvision's DeepLab with an auxiliary classifier."""
 
     def __init__(self, num_classes: int = 2, width: int = 4) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class WithDict(nn.Module):
 
 
 class WithTuple(nn.Module):
-    """Gives a named tuple in training and one tensor in evaluation, as torchvision's GoogLeNet."""
+    """A segmenter with a named tuple in training and one tensor in evaluation, as torchvision's GoogLeNet."""
 
     def __init__(self, num_classes: int = 2, width: int = 4) -> None:
         super().__init__()

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.data.pyramid import Slide, thumbnail
+from gems.data.pyramid import Bytes, Slide, thumbnail
 from gems.data.slide import SlideDataset
-from gems.utils.atomic_io import atomic_write
+from gems.utils.atomic_io import atomic_write, distinct
 
+Box = tuple[float, float, float, float]  # x, y, width and height, in pixels of level 0
 _SHARE = 0.5  # of the colour, over the thumbnail
 _LOW, _HIGH = np.array([40.0, 90.0, 200.0]), np.array([215.0, 40.0, 40.0])  # of probabilities 0 and 1
 
@@ -28,29 +29,25 @@ def write_heat_maps(
         probabilities: Of the samples' classes, of shape (samples, classes).
         classes: The names of the classes.
     """
-    slides: dict[Path, tuple[Slide, list[int]]] = {}
+    slides: dict[Path, tuple[Slide, list[int], list[Box]]] = {}
     for index in range(dataset.num_validation):
-        slide, _ = dataset.box("validation", index)
-        slides.setdefault(slide.path, (slide, []))[1].append(index)
+        slide, box = dataset.box("validation", index)
+        _, samples, boxes = slides.setdefault(slide.path, (slide, [], []))
+        samples.append(index)
+        boxes.append(box)
     shown = range(1, 2) if len(classes) == 2 else range(len(classes))
     folder.mkdir(parents=True, exist_ok=True)
-    used: set[str] = set()
-    for slide, samples in slides.values():
-        stem, count = slide.path.stem, 1
-        while stem in used:
-            count += 1
-            stem = f"{slide.path.stem}_{count}"
-        used.add(stem)
-        boxes = [dataset.box("validation", index)[1] for index in samples]
+    stems = distinct(path.stem for path in slides)
+    for stem, (slide, samples, boxes) in zip(stems, slides.values(), strict=True):
+        pixels, scale = thumbnail(slide)
         for number in shown:
+            found = heat((pixels.shape[0], pixels.shape[1]), scale, boxes, probabilities[samples, number].tolist())
             name = f"{stem}_{classes[number]}".replace("/", "_")
             with atomic_write(folder / f"{name}.png") as partial:
-                _draw(partial, slide, boxes, probabilities[samples, number].tolist())
+                _draw(partial, pixels, found)
 
 
-def heat(
-    shape_px: tuple[int, int], scale: float, boxes: Sequence[tuple[float, float, float, float]], values: Sequence[float]
-) -> NDArray[np.float64]:
+def heat(shape_px: tuple[int, int], scale: float, boxes: Sequence[Box], values: Sequence[float]) -> NDArray[np.float64]:
     """Return the mean value of the boxes that cover each pixel, of shape (height, width); NaN where none does.
 
     Args:
@@ -70,13 +67,9 @@ def heat(
     return found
 
 
-def _draw(
-    path: Path, slide: Slide, boxes: Sequence[tuple[float, float, float, float]], values: Sequence[float]
-) -> None:
+def _draw(path: Path, pixels: Bytes, found: NDArray[np.float64]) -> None:
     from PIL.Image import fromarray
 
-    pixels, scale = thumbnail(slide)
-    found = heat((pixels.shape[0], pixels.shape[1]), scale, boxes, values)
     known = np.isfinite(found)
     colours = _LOW + np.clip(found[known], 0, 1)[:, None] * (_HIGH - _LOW)
     drawn = pixels.copy()

@@ -22,7 +22,7 @@ from gems.engine.loss import Outputs
 from gems.engine.metrics import Metric, Scores, Values
 from gems.engine.pipeline import Pipeline
 from gems.engine.train import measure
-from gems.utils.atomic_io import atomic_write
+from gems.utils.atomic_io import atomic_write, distinct
 
 CSV, MAPS, HEAT_MAPS = "predictions.csv", "maps", "heat_maps"
 TILE_PX = 256  # of the files of maps; TIFF wants a multiple of 16
@@ -56,10 +56,10 @@ class PredictionRows(Metric):
     class, whose map is a file of `folder` by then.
     """
 
-    def __init__(self, task: str, num_classes: int, scores: Scores, folder: Path, stems: Sequence[str]) -> None:
+    def __init__(self, task: str, num_classes: int, scores: Scores, folder: Path, maps: Sequence[str]) -> None:
         super().__init__(0)
         self._task, self._num_classes, self._scores = task, num_classes, scores
-        self._folder, self._stems = folder, stems
+        self._folder, self._maps = folder, maps
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the predictions of some samples, or write their maps."""
@@ -67,7 +67,7 @@ class PredictionRows(Metric):
         if self._task == "segmentation":
             for number, one in zip(labels.tolist(), found, strict=True):
                 classes = one[: self._num_classes].argmax(0).cpu().numpy()
-                write_map(map_path(self._folder, self._stems, number), classes, self._num_classes)
+                write_map(self._folder / self._maps[number], classes, self._num_classes)
                 pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
                 self.rows.append(torch.from_numpy(np.concatenate([[number], pixels])).double()[None])
             return
@@ -97,7 +97,8 @@ def write_predictions(
     task, samples = task_of(spec.data), loader.dataset
     own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
     names = pipeline.comm.bcast(own)  # of rank 0, which reads samples
-    predictions = PredictionRows(task, spec.data.num_classes, pipeline.loss.scores, out / MAPS, stems_of(names))
+    maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
+    predictions = PredictionRows(task, spec.data.num_classes, pipeline.loss.scores, out, maps)
     measure(pipeline, loader, num_samples, [predictions])
     found = {"num_samples": num_samples, "table": str(out / CSV)}
     if task == "segmentation":
@@ -105,18 +106,19 @@ def write_predictions(
     if pipeline.comm.rank == 0:
         rows = np.concatenate([part.numpy() for part in predictions.rows])
         rows = rows[np.argsort(rows[:, 0])]
-        write_table(out / CSV, rows, names, request["classes"], task)
+        write_table(out / CSV, rows, names, maps, request["classes"], task)
         if isinstance(samples, Numbered) and isinstance(samples.samples, SlideDataset):
             write_heat_maps(out / HEAT_MAPS, samples.samples, rows[:, 1:], request["classes"])
             found["heat_maps"] = str(out / HEAT_MAPS)
     return found
 
 
-def write_table(path: Path, rows: NDArray[np.float64], names: Sequence[str], classes: Sequence[str], task: str) -> None:
-    """Write rows of `PredictionRows`, sorted by their numbers, as a CSV file."""
+def write_table(
+    path: Path, rows: NDArray[np.float64], names: Sequence[str], maps: Sequence[str], classes: Sequence[str], task: str
+) -> None:
+    """Write rows of `PredictionRows`, sorted by their numbers, as a CSV file; of a segmentation with its `maps`."""
     kind = {"regression": "", "segmentation": "pixels_"}.get(task, "probability_")
     header = ["sample", *(["map"] if task == "segmentation" else []), *(["class"] if task == "classification" else [])]
-    stems = stems_of(names)
     with atomic_write(path) as partial, partial.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow([*header, *(f"{kind}{name}" for name in classes)])
@@ -124,7 +126,7 @@ def write_table(path: Path, rows: NDArray[np.float64], names: Sequence[str], cla
             index = int(number)
             cells: list[Any] = [names[index]]
             if task == "segmentation":
-                cells.append(map_path(Path(MAPS), stems, index))
+                cells.append(maps[index])
             elif task == "classification":
                 cells.append(classes[int(np.argmax(values))])
             table.writerow([*cells, *(int(value) if task == "segmentation" else f"{value:.9g}" for value in values)])
@@ -135,23 +137,8 @@ def stems_of(names: Sequence[str]) -> list[str]:
     paths = [Path(name) for name in names]
     parents = {str(path.parent) for path in paths}
     common = Path(os.path.commonpath(parents)) if all(path.is_absolute() for path in paths) else Path()
-    found: list[str] = []
-    used: set[str] = set()
-    for path in paths:
-        stem = str((path.relative_to(common) if path.is_relative_to(common) else path).with_suffix(""))
-        unused = stem
-        count = 1
-        while unused in used:
-            count += 1
-            unused = f"{stem}_{count}"
-        used.add(unused)
-        found.append(unused)
-    return found
-
-
-def map_path(folder: Path, stems: Sequence[str], number: int) -> Path:
-    """Return the file of a sample's map."""
-    return folder / f"{stems[number]}.tif"
+    below = (path.relative_to(common) if path.is_relative_to(common) else path for path in paths)
+    return distinct(str(path.with_suffix("")) for path in below)
 
 
 def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
