@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
@@ -62,7 +62,7 @@ def train(
         from gems.engine.device import open_device
 
         open_device(spec.machine, spec.cluster.device_order)  # before MPI, which looks at the current device
-    from gems.engine.transport.mpi import world
+    from gems.engine.transport.mpi import broadcast, world
 
     comm = world()
     if comm.size != spec.world_size:
@@ -72,16 +72,15 @@ def train(
             f"and this world has {comm.size}",
             f"start the program by mpiexec -n {spec.world_size}",
         )  # fmt: skip
-    found: RunFolder | GemsError | None = None
+    mine: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
-            found = prepare(spec)
-            found.write_status("running", host=os.uname().nodename, pid=os.getpid())
+            mine = prepare(spec)
+            mine.write_status("running", host=os.uname().nodename, pid=os.getpid())
         except GemsError as error:
-            found = error
-    found = comm.bcast(found)
-    if not isinstance(found, RunFolder):
-        assert found is not None
+            mine = error
+    found = cast(RunFolder | GemsError, broadcast(comm, mine))
+    if isinstance(found, GemsError):
         raise found
     if not logging.getLogger("gems").hasHandlers():
         set_up_rank_logging(comm.rank)

@@ -27,7 +27,7 @@ from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.mpi import Comm, Transport, ranks_here
+from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.staging import open_staging
@@ -199,7 +199,7 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
     patterns = spec.optimizer.frozen
     if not patterns:
         return
-    used = set().union(*comm.allgather(freeze(layers, patterns)))
+    used = set().union(*allgather(comm, freeze(layers, patterns)))
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(
@@ -212,7 +212,7 @@ def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
     """Return the training samples; collective if a learning rate by epoch needs to ask the source."""
     if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
-    return int(comm.bcast(open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))
+    return int(broadcast(comm, open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))
 
 
 def _watch_draws(

@@ -21,7 +21,7 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.evaluation.validator import Validator
 from gems.engine.supervision.loggers import Loggers
 from gems.engine.supervision.progress import Progress
-from gems.engine.transport.mpi import Comm, library
+from gems.engine.transport.mpi import Comm, allgather, library
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.trace import TracePart, root_attributes
@@ -53,7 +53,7 @@ def check_ranks(spec: RunSpec, schedule: Schedule, comm: Comm) -> None:
             "parallel", f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
             f"needs {spec.world_size} ranks and was started with {comm.size}", f"start {spec.world_size} ranks",
         )  # fmt: skip
-    digests = comm.allgather(schedule.digest())
+    digests = allgather(comm, schedule.digest())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ConfigError(

@@ -32,7 +32,7 @@ from gems.engine.supervision.loggers import Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor
 from gems.engine.supervision.stop_request import StopListener
-from gems.engine.transport.mpi import Comm, meet
+from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.engine.transport.polling import WaitState
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -179,8 +179,7 @@ def open_loader(
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     dataset = view(open_dataset(spec.data, spec.seed)) if reads else None
     counts = (dataset.num_validation, dataset.num_train) if dataset and not comm.rank else None
-    meet(comm)
-    num_validation, num_train = comm.bcast(counts)
+    num_validation, num_train = broadcast(comm, counts)
     loader = BatchLoader(
         spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
         DTYPES[spec.train.compute_dtype], pipeline.device, first_step,
@@ -229,6 +228,6 @@ def measure(
     pipeline.recorder.is_on = True
     pipeline.set_training(True)
     executor.metrics = ()
-    states = pipeline.comm.allgather([metric.state() for metric in metrics])
+    states = allgather(pipeline.comm, [metric.state() for metric in metrics])
     for metric, of_ranks in zip(metrics, zip(*states, strict=True), strict=True):
         metric.join(of_ranks)

@@ -113,7 +113,7 @@ def boundary_shapes(
     for layer in layers:
         with _noting(layer, specs):
             unnamed = tuple(replace(spec, name="") for spec in specs)
-            specs = _outputs(replace(layer, name="", kind=""), unnamed, wide, training)
+            specs = _outputs(replace(layer, name="", kind=""), unnamed, wide, training and layer.is_part)
         specs = tuple(replace(spec, name=f"{layer.name}{spec.name}") for spec in specs)
         out.append(specs)
     return [tuple(replace(spec, dtype=low if spec.dtype is wide else spec.dtype) for spec in specs) for specs in out]

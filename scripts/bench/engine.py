@@ -169,7 +169,7 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
     A contender is its engine, its schedule, and the prepared run of ours or the boundaries of torch's. One that raises
     on a rank is left out, with the reason.
     """
-    from gems.engine.transport.mpi import world
+    from gems.engine.transport.mpi import allgather, world
 
     comm, folder = world(), RunFolder(Path(path))
     has_gloo = any(engine == THEIRS for engine, *_ in contenders)
@@ -194,11 +194,11 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
                 step()
         except Exception as error:  # whatever their schedules raise on this model
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        if any(whys := comm.allgather(why)):
+        if any(whys := allgather(comm, why)):
             failed[name] = next(filter(None, whys))
             continue
         running[engine, name] = step
-        peaks.append(max(comm.allgather(live.peak_bytes)))
+        peaks.append(max(allgather(comm, live.peak_bytes)))
     rig.in_turns(running, 1)  # warms up
     times = rig.in_turns({one: partial(_timed, comm, step, num_steps) for one, step in running.items()}, rounds)
     if comm.rank == 0:

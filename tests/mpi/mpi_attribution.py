@@ -9,7 +9,7 @@ import pytest
 from analysis.attribution.causes import Attribution, attribute
 from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import broadcast, meet
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
@@ -26,7 +26,7 @@ PLANTS = {
 
 def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     """Run one configuration and gives its folder and where its time went; collective."""
-    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+    path = broadcast(comm, tempfile.mkdtemp() if comm.rank == 0 else None)
     options = {
         "machine__kind": "emulated", "cost__unit_s": 0.002, "parallel__micro_batches": 8, "cost__boundary_bytes": 1000,
         "train__steps": 4, "benchmark__skip_steps": 1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.engine.emulation.run import emulate
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import broadcast, meet
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -25,7 +25,7 @@ PLAIN = ("layer_parallel", "1f1b", "gems_master", "chimera", "zb_h1", "zb_v", "i
 
 def run_on(comm, schedule: str, partitions: int, replicas: int = 1, spoil=None, **changes):
     """Run one configuration and gives its schedule and each rank's events of the last step by action; collective."""
-    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+    path = broadcast(comm, tempfile.mkdtemp() if comm.rank == 0 else None)
     options = {"machine__kind": "emulated", "cost__unit_s": 0.0005, "parallel__micro_batches": 8} | changes
     spec = make_spec(schedule, partitions, replicas, runs_dir=path, **options)
     folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)

@@ -9,6 +9,7 @@ import torch
 
 from gems.config.schema import RunSpec
 from gems.engine.optimization.update import Update
+from gems.engine.transport.mpi import allgather, broadcast
 from gems.engine.verification import compare as comparing
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
@@ -81,7 +82,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
         schedule__activation_cap=cap, schedule__budget_s=0.2, schedule__placements=["linear", "v"],
     )  # fmt: skip
     found = lowered_schedule(spec) if comm.rank == 0 else None
-    check(comm, spec, comm.bcast(found))
+    check(comm, spec, broadcast(comm, found))
 
 
 HALVES = [("1f1b", 0), ("1f1b", 2), ("gpipe", None), ("layer_parallel", 1), ("gems_master", 0), ("gems_master", 1)]
@@ -209,7 +210,7 @@ def test_clipping_average_and_schedule_over_20_steps(comm, schedule, monkeypatch
     monkeypatch.setattr(Update, "reduce", lambda self, losses: (reduce(self, losses), norms.append(self.grad_norm)))
     check(comm, make_spec(schedule, 2, 2, **CLIPPED))
     assert len(norms) == 20 and min(norms) < 0.9 < max(norms)
-    assert comm.allgather(norms) == [norms] * comm.size
+    assert allgather(comm, norms) == [norms] * comm.size
 
 
 MIXED = [

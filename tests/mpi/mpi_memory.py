@@ -15,6 +15,7 @@ from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.transport.mpi import allgather, broadcast
 from gems.engine.verification.compare import collect_values
 from gems.errors import DoesNotFitError
 from gems.runs.run_plan import RunPlan, plan_run
@@ -104,13 +105,13 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
     key = json.dumps(kept.to_dict())
     if key not in _last_kept:  # the same on every rank
         _last_kept.clear()
-        _last_kept[key] = played(kept, comm, comm.bcast(plan_run(kept) if comm.rank == 0 else None))[1]
+        _last_kept[key] = played(kept, comm, broadcast(comm, plan_run(kept) if comm.rank == 0 else None))[1]
     return _last_kept[key]
 
 
 def limited(spec: RunSpec, comm) -> RunPlan:
     """Plan on the first rank, which tells the others, under a limit that a run cannot keep that keeps everything."""
-    return comm.bcast(_limited(spec) if comm.rank == 0 else None)
+    return broadcast(comm, _limited(spec) if comm.rank == 0 else None)
 
 
 def _limited(spec: RunSpec) -> RunPlan:
@@ -160,5 +161,5 @@ def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
     pipeline, found = played(spec, part, made)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert pipeline.segments is not None
-    swapped = part.allgather(pipeline.segments.store.counters.offloaded_bytes)
+    swapped = allgather(part, pipeline.segments.store.counters.offloaded_bytes)
     assert min(swapped) > 0 and swapped[0] == swapped[1]

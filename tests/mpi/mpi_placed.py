@@ -17,7 +17,7 @@ from gems.engine.checkpoint.state_dict import restore
 from gems.engine.device import DTYPES
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
 from gems.models.steps import operators_of
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, 
 
 
 def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, tmp_path_factory):
-    folder = comm.bcast(tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
+    folder = broadcast(comm, tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
     spec, schedule = make_run("googlenet", 4, seed=3)
     pipeline = build_pipeline(spec, comm, CPU, schedule=schedule)
     loader = BatchLoader(

@@ -15,7 +15,7 @@ from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, shard_name
 from gems.engine.emulation.run import emulate
 from gems.engine.train import train
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import broadcast, meet
 from gems.errors import ConfigError
 from gems.models import MODELS, Layer, ModelFamily
 from gems.runs.folder import RunFolder
@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    path = part.bcast(tmp_path)
+    path = broadcast(part, tmp_path)
     whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
     attempt(part, spec, whole)
     attempt(part, spec, broken, stop=Asked(1))
@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
 def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tmp_path):
     """Float32, the same global batch; group norm, for batch norm's statistics are those of a micro-batch."""
     same = {"model__norm": "group", "train__evaluate": True, "optimizer__name": "adam", **RECIPE}
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     whole, first = RunFolder(path / "whole"), RunFolder(path / "first")
     spec = base("gems_master", 4, 1, parallel__parts=2, **same)
     attempt(comm, spec, whole)
@@ -199,7 +199,7 @@ def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tm
 
 def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
     spec = base("gems_master", 4, 1, train__checkpoint_steps=None)
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     whole, stopped = RunFolder(path / "whole"), RunFolder(path / "stopped")
     attempt(comm, spec, whole)
     assert not whole.checkpoints.exists(), "nobody asked for checkpoints"
@@ -218,7 +218,7 @@ def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_path, capfd):
     spec = base("1f1b", 2, 2)
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
     attempt(comm, spec, whole)
     attempt(comm, spec, broken, stop=Asked(3))
@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_p
     ],
 )
 def test_what_does_not_suit_is_refused_in_one_line(comm, tmp_path, key, value, said):
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     first = RunFolder(path / "first")
     part = sub_world(comm, 2)
     if part is None:
@@ -264,7 +264,7 @@ def test_what_does_not_suit_is_refused_in_one_line(comm, tmp_path, key, value, s
 
 def test_a_finished_run_can_be_made_longer(comm, tmp_path):
     spec = base("1f1b", 2, 2, train__steps=4)
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     whole, first, longer = (RunFolder(path / name) for name in ("whole", "first", "longer"))
     attempt(comm, base("1f1b", 2, 2), whole)
     attempt(comm, spec, first)
@@ -274,7 +274,7 @@ def test_a_finished_run_can_be_made_longer(comm, tmp_path):
 
 
 def test_a_run_that_may_not_resume_starts_anew_and_keeps_what_was_saved(comm, tmp_path):
-    folder = RunFolder(comm.bcast(tmp_path) / "run")
+    folder = RunFolder(broadcast(comm, tmp_path) / "run")
     attempt(comm, base("1f1b", 4, 1), folder, stop=Asked(1))
     attempt(comm, base("1f1b", 4, 1, train__resume="never"), folder)
     assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(range(STEPS))
@@ -282,7 +282,7 @@ def test_a_run_that_may_not_resume_starts_anew_and_keeps_what_was_saved(comm, tm
 
 
 def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
-    path = comm.bcast(tmp_path)
+    path = broadcast(comm, tmp_path)
     spec = make_spec(
         "1f1b", 4, machine__kind="emulated", cost__unit_s=0.0005, parallel__micro_batches=8, train__steps=STEPS,
         runs_dir=str(path),

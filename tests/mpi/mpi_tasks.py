@@ -16,7 +16,7 @@ from gems.engine.evaluation.predictions import Numbered, write_predictions
 from gems.engine.loss import open_loss
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate, open_loader
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -90,7 +90,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    out = part.bcast(tmp_path)
+    out = broadcast(part, tmp_path)
     pipeline = build_pipeline(spec, part, CPU)
     loader, num_validation, _ = open_loader(pipeline)
     found = evaluate(pipeline, loader, num_validation)

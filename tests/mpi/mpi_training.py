@@ -24,7 +24,7 @@ from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.nonfinite import find_nonfinite
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.train import evaluate, train
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import allgather, broadcast, meet
 from gems.engine.verification.compare import compare, named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -121,8 +121,8 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
 
     start, masks, end = run()
     assert run() == (start, masks, end)
-    assert len(set(part.allgather(start))) == len(set(part.allgather(end))) == 1
-    assert len(set(part.allgather(masks))) == 2
+    assert len(set(allgather(part, start))) == len(set(allgather(part, end))) == 1
+    assert len(set(allgather(part, masks))) == 2
     assert run(model__dropout=0.0)[0] == start
     assert run(seed=1)[1] != masks
 
@@ -145,8 +145,8 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, sche
         for buffer in running_statistics(module):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
     before = (
-        part.allgather(copies(pipeline, lambda module: [p.grad for p in module.parameters()])),
-        part.allgather(copies(pipeline, running_statistics)),
+        allgather(part, copies(pipeline, lambda module: [p.grad for p in module.parameters()])),
+        allgather(part, copies(pipeline, running_statistics)),
     )
     pipeline.update.gradients.reduce()
     after = (
@@ -189,7 +189,7 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
     assert digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
     for of in (lambda module: list(module.parameters()), running_statistics):
         mine = [(stage, digest(tensors), len(tensors)) for stage, tensors in copies(pipeline, of)]
-        everyone = [held for rank in part.allgather(mine) for held in rank]
+        everyone = [held for rank in allgather(part, mine) for held in rank]
         for stage in range(partitions):
             same = [held for held in everyone if held[0] == stage]
             assert len(same) == pipeline.schedule.num_directions * replicas
@@ -225,7 +225,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
         for index, module in enumerate(modules)
         if direction == 0 and pipeline.replica == 0
     }
-    states = {name: state for held in part.allgather(mine) for name, state in held.items()}
+    states = {name: state for held in allgather(part, mine) for name, state in held.items()}
     model = torch.nn.Sequential(*build_layers(layers, 0, len(layers), spec.seed, torch.float64))
     for layer, module in zip(layers, model, strict=True):
         module.load_state_dict(states[layer.name])
@@ -238,7 +238,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
     assert found["validation_loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-12)
     assert found["validation_accuracy"] == float((logits.argmax(1) == labels).double().mean())
     assert found["validation_majority"] == max(torch.bincount(labels).tolist()) / num_validation
-    assert all(other == found for other in part.allgather(found))
+    assert all(other == found for other in allgather(part, found))
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
 
 def run_training(comm, spec, path: Path) -> RunFolder:
     """Train on all ranks into a folder that they share."""
-    folder = RunFolder(comm.bcast(path))
+    folder = RunFolder(broadcast(comm, path))
     if comm.rank == 0:
         made = plan_run(spec)
         folder.write_schedule(made.schedule)
@@ -374,7 +374,7 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     spec = make_spec("gems_master", 4, train__steps=1)
     pipeline = build_pipeline(spec, comm, CPU)
     take_steps(spec, pipeline)
-    folder = comm.bcast(tmp_path)
+    folder = broadcast(comm, tmp_path)
     weights.save(pipeline, folder)
     meet(comm)
     state = weights.load(folder)
@@ -414,7 +414,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
         if part.rank == 0:  # one micro-batch of one direction and replica
             bad.images[min(bad.images)][0, 0, 0, 0] = float("inf")
         pipeline.train.run(1, bad)
-        assert part.allgather(pipeline.update.has_failed) == [True] * part.size
+        assert allgather(part, pipeline.update.has_failed) == [True] * part.size
         after = state()
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         found = find_nonfinite(pipeline, 1, bad)
@@ -448,9 +448,9 @@ def test_mixed_precision_learns_in_small_steps_and_pure_bfloat16_does_not(comm):
     if part is None:
         return
     full, mixed, pure = (updates_of(part, precision) for precision in ("float32", "bf16_mixed", "bf16_pure"))
-    norms = [math.sqrt(sum(part.allgather(float(update.square().sum())))) for update in (full, mixed)]
+    norms = [math.sqrt(sum(allgather(part, float(update.square().sum())))) for update in (full, mixed)]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
-    changed = [sum(part.allgather(int((u != 0).sum()))) / sum(part.allgather(len(u))) for u in (full, mixed, pure)]
+    changed = [sum(allgather(part, int((u != 0).sum()))) / sum(allgather(part, len(u))) for u in (full, mixed, pure)]
     assert min(changed[:2]) > 0.99 and changed[2] < 0.2, changed
 
 
@@ -474,9 +474,9 @@ def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, part
     with closing(open_feed(spec, pipeline)) as loader:
         before = state()
         pipeline.train.run(0, loader.batch(0))
-        assert part.allgather((update.scale.value, update.has_failed)) == [(2.0**39, False)] * part.size
+        assert allgather(part, (update.scale.value, update.has_failed)) == [(2.0**39, False)] * part.size
         assert all(torch.equal(value, before[name]) for name, value in state().items())
         update.scale.value = 2.0**10
         pipeline.train.run(1, loader.batch(1))
-    assert part.allgather(update.scale.value) == [2.0**10] * part.size and math.isfinite(update.grad_norm)
+    assert allgather(part, update.scale.value) == [2.0**10] * part.size and math.isfinite(update.grad_norm)
     assert any(not torch.equal(value, before[name]) for name, value in state().items())

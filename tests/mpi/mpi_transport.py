@@ -10,7 +10,7 @@ import torch
 
 from gems.engine.step_loop import measure_offset
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.mpi import Transport
+from gems.engine.transport.mpi import Transport, allgather, broadcast
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
@@ -34,7 +34,7 @@ def transport(comm):
 @pytest.fixture
 def folder(comm, tmp_path) -> Path:
     """A folder that all ranks see: flags in files tell things without a call of MPI, which would move messages."""
-    return comm.bcast(tmp_path)
+    return broadcast(comm, tmp_path)
 
 
 def _all_transfers(num_micro_batches: int, placement: Placement) -> Schedule:
@@ -152,7 +152,7 @@ def test_a_sum_is_right_and_bit_equal_on_all_ranks(comm, transport, dtype, lengt
     tolerance = 8 * comm.size * torch.finfo(dtype).eps
     assert float((tensor.double() - exact).abs().max()) <= tolerance
     assert bool((around[:32] == 7).all()) and bool((around[-32:] == 7).all())
-    assert len(set(comm.allgather(tensor.numpy().tobytes()))) == 1, "copies of the weights would drift apart"
+    assert len(set(allgather(comm, tensor.numpy().tobytes()))) == 1, "copies of the weights would drift apart"
 
 
 def test_numbers_are_summed_on_the_first_rank(comm, transport):
@@ -171,7 +171,7 @@ def test_a_barrier_holds_until_the_last_rank_comes(comm, transport, folder):
 def test_clocks_of_one_host_agree_within_their_error(comm):
     """Ranks of one host read the same monotonic clock, so the true offset is 0."""
     assert (
-        comm.allgather(time.get_clock_info("perf_counter").implementation)
+        allgather(comm, time.get_clock_info("perf_counter").implementation)
         == ["clock_gettime(CLOCK_MONOTONIC)"] * comm.size
     )
     found = measure_offset(comm, "clock")

@@ -20,7 +20,7 @@ from gems.engine.checkpoint.manifest import (
     rank_layout,
     run_identity,
 )
-from gems.engine.transport.mpi import Comm
+from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
@@ -76,7 +76,7 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     Raises:
         ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch.
     """
-    attempt, resume, is_own = comm.bcast(folder.attempt), spec.train.resume, True
+    attempt, resume, is_own = broadcast(comm, folder.attempt), spec.train.resume, True
     if resume == RESUME_NEVER:
         if comm.rank == 0 and folder.checkpoints.is_dir():  # those of earlier attempts go with the last of them
             target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}" / folder.checkpoints.name
@@ -123,12 +123,12 @@ def _first_complete(folder: Path, comm: Comm, is_own: bool) -> Checkpoint | None
         inner = RunFolder(folder).checkpoints
         is_checkpoint = (folder / MANIFEST_JSON).exists()
         candidates = [folder] if is_checkpoint else checkpoint_folders(inner if inner.is_dir() else folder)
-    candidates = comm.bcast(candidates)
+    candidates = broadcast(comm, candidates)
     for candidate in candidates:
-        manifest, damage = comm.bcast(_read(candidate) if comm.rank == 0 else None)
+        manifest, damage = broadcast(comm, _read(candidate) if comm.rank == 0 else None)
         if manifest is not None:
             mine = manifest.files[comm.rank :: comm.size]
-            damages = comm.allgather(next((d for w in mine if (d := find_damage(candidate, w)) is not None), None))
+            damages = allgather(comm, next((d for w in mine if (d := find_damage(candidate, w)) is not None), None))
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:
                 return candidate, manifest

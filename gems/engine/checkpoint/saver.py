@@ -23,7 +23,7 @@ from gems.engine.checkpoint.manifest import (
     write_shard,
 )
 from gems.engine.supervision.stop_request import StopListener
-from gems.engine.transport.mpi import Request, Transport, meet
+from gems.engine.transport.mpi import Request, Transport, allgather, broadcast
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -143,15 +143,13 @@ class Saver:
         (step, shard), self._pending = self._pending, None
         self._heartbeat.beat(step, "checkpoint")
         mine = _result(shard)
-        meet(self._control.comm)
-        results = self._control.comm.allgather(mine)
+        results = allgather(self._control.comm, mine)
         faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault is not None]
         of_rank_0: str | None = faults[0] if faults else None
         if self._control.rank == 0 and not faults:
             files = tuple(written for written, _ in results if written is not None)
             of_rank_0 = _result(self._thread.submit(self._commit, step, files))[1]
-        meet(self._control.comm)
-        fault: str | None = self._control.comm.bcast(of_rank_0)
+        fault: str | None = broadcast(self._control.comm, of_rank_0)
         if fault is None:
             self._last_saved_step = step
         elif self._control.rank == 0 and self._last_saved_step is not None:

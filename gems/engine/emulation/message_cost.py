@@ -8,7 +8,7 @@ from typing import Any
 
 from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.mpi import Transport
+from gems.engine.transport.mpi import Transport, allgather
 from gems.engine.transport.polling import Waiter, WaitState
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
@@ -66,7 +66,7 @@ def measure_hop(
     control.barrier()
     executor.run(0)
     channels.close()
-    return max(0.0, median(hop_times_s(transport.comm.allgather(events.times), trips)))
+    return max(0.0, median(hop_times_s(allgather(transport.comm, events.times), trips)))
 
 
 def hop_times_s(times: list[Times], trips: int) -> list[float]:

@@ -22,6 +22,7 @@ from gems.engine.loss import Outputs
 from gems.engine.metrics import Metric, Scores, Values
 from gems.engine.pipeline import Pipeline
 from gems.engine.train import measure
+from gems.engine.transport.mpi import broadcast
 from gems.utils.atomic_io import atomic_write, distinct
 
 CSV, MAPS, HEAT_MAPS = "predictions.csv", "maps", "heat_maps"
@@ -96,7 +97,7 @@ def write_predictions(
     spec, out = pipeline.spec, Path(request["out"])
     task, samples = task_of(spec.data), loader.dataset
     own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
-    names = pipeline.comm.bcast(own)  # of rank 0, which reads samples
+    names = broadcast(pipeline.comm, own)  # of rank 0, which reads samples
     maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
     predictions = PredictionRows(task, spec.data.num_classes, pipeline.loss.scores, out, maps)
     measure(pipeline, loader, num_samples, [predictions])

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gems.config.schema import TrainConfig
-from gems.engine.transport.mpi import Comm
+from gems.engine.transport.mpi import Comm, broadcast
 from gems.errors import ConfigError, one_of
 from gems.runs.folder import RunFolder
 from gems.trace import TracePart
@@ -61,7 +61,7 @@ class Validator:
         self._measure, self._save = measure, save
         self._num_steps = first_step
         self._last: tuple[int, Mapping[str, float]] | None = None
-        known = comm.bcast(read_json(folder.best_json) if comm.rank == 0 else None)
+        known = broadcast(comm, read_json(folder.best_json) if comm.rank == 0 else None)
         self.best = Best(**known) if known and known["step"] <= first_step else None
 
     def after(self, num_steps: int) -> Mapping[str, float]:

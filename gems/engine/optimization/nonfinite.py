@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gems.engine.executor import Batch
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.pipeline import Pipeline
+from gems.engine.transport.mpi import allgather
 from gems.errors import RankFailedError
 
 
@@ -63,7 +64,7 @@ def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
             mine.append(Finding(1, -layer.place, rank, f"all outputs are finite, the gradient of {layer.name} is not"))
     nothing = Finding(2, 0, 0, "the loss, though all outputs and gradients of a second try are finite")
-    return min(min(found, default=nothing) for found in pipeline.comm.allgather(mine))
+    return min(min(found, default=nothing) for found in allgather(pipeline.comm, mine))
 
 
 def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Module, given: Any, made: Any) -> None:

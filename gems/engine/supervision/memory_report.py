@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.engine.pipeline import Pipeline
-from gems.engine.transport.mpi import meet
+from gems.engine.transport.mpi import allgather, broadcast
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import rank_timeline
@@ -27,9 +27,8 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
     Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
     the run was planned with, or a fake profile.
     """
-    meet(pipeline.comm)
     predicted = _bytes_from_stages(pipeline) if pipeline.segments is None else _bytes_from_profile(pipeline, profile)
-    counted = tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes))
+    counted = tuple(allgather(pipeline.comm, pipeline.train.activations.peak_bytes))
     return {
         "peak_activation_bytes": counted, "predicted_activation_bytes": predicted,
         "unsplit_layers": _unsplit_layers(pipeline),
@@ -42,7 +41,7 @@ def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
     mine = [
         (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0) for key, stage in pipeline.stages.items()
     ]
-    for number, stash, held_for_weights in itertools.chain.from_iterable(pipeline.comm.allgather(mine)):
+    for number, stash, held_for_weights in itertools.chain.from_iterable(allgather(pipeline.comm, mine)):
         before = sizes.get(number, (0, 0))
         sizes[number] = (max(before[0], stash), max(before[1], held_for_weights))
     none = (0.0,) * len(sizes)
@@ -72,7 +71,7 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
         optimizer = OPTIMIZERS[optimizer_name(spec)]
         walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
-    of_pipeline: tuple[int, ...] = pipeline.comm.bcast(found)
+    of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
     return of_pipeline * spec.parallel.replicas
 
 
@@ -85,4 +84,4 @@ def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:
             for inner in stage.split_layers().unsplit:
                 index, _, rest = inner.partition(".")
                 mine.add(f"{names[int(index)]}.{rest}" if rest else names[int(index)])
-    return tuple(sorted(set().union(*pipeline.comm.allgather(mine))))
+    return tuple(sorted(set().union(*allgather(pipeline.comm, mine))))

@@ -178,9 +178,10 @@ class Transport:
         """
         return self.comm.Iallreduce(mine, of_all, MPI.MAX)
 
-    def barrier(self) -> None:
-        """Wait for all ranks without keeping a core busy, as MPI's own barrier does."""
-        self.wait(self.comm.Ibarrier(), "the other ranks")
+    def barrier(self, sleep_s: float | None = None) -> None:
+        """Wait for all ranks without keeping a core busy, as MPI's own barrier does; a long wait may poll seldom."""
+        request = self.comm.Ibarrier()
+        self._wait_until(request.Test, "the other ranks", sleep_s)
 
     def round_trip_s(self, sent: Sendable, got: Sendable) -> float:
         """Return the seconds in which a message goes from rank 0 to rank 1 and another one back.
@@ -198,14 +199,14 @@ class Transport:
         self.drain()
         return seconds
 
-    def _wait_until(self, is_done: Callable[[], object], what: object) -> None:
+    def _wait_until(self, is_done: Callable[[], object], what: object, sleep_s: float | None = None) -> None:
         def is_done_after_poll() -> object:
             if self._outgoing:
                 self.poll()
             return is_done()
 
         self._wait_state.wait_until(
-            is_done_after_poll, what, self._hang_timeout_s, self._sleep_s, self._spin_s, f"rank {self.rank} "
+            is_done_after_poll, what, self._hang_timeout_s, sleep_s or self._sleep_s, self._spin_s, f"rank {self.rank} "
         )
 
     def close(self) -> None:
@@ -229,17 +230,28 @@ def meet(comm: Comm) -> None:
         time.sleep(MEET_SLEEP_S)
 
 
+def allgather(comm: Comm, mine: T) -> list[T]:
+    """Return the values of all ranks, in rank order, for which ranks wait without keeping a core busy; collective."""
+    meet(comm)
+    return cast(list[T], comm.allgather(mine))
+
+
+def broadcast(comm: Comm, value: T | None, root: int = 0) -> T:
+    """Return the value of the rank `root`, for which the others wait without keeping a core busy; collective."""
+    meet(comm)
+    return cast(T, comm.bcast(value, root))
+
+
 def ranks_here(comm: Comm) -> int:
     """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
 
     Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though MPI takes them for
     several machines. MPI is asked if there is no boot ID.
     """
-    meet(comm)  # which leaves the cores to ranks that still make their plan
     machine = ""
     with contextlib.suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    if all(known := comm.allgather(machine)):
+    if all(known := allgather(comm, machine)):
         return known.count(machine)
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     size = here.size

@@ -21,7 +21,7 @@ import numpy as np
 
 from gems.engine.emulation.message_cost import measure_hop
 from gems.engine.transport.environment import launched_rank
-from gems.engine.transport.mpi import Comm, Transport, abort, library, ranks_here, world
+from gems.engine.transport.mpi import Comm, Transport, abort, allgather, broadcast, library, ranks_here, world
 from gems.engine.transport.polling import poll_interval_s, reduce_timer_slack
 from gems.errors import ConfigError
 from gems.simulation.calibration import SCHEMA
@@ -61,11 +61,11 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
     if comm.size < 2:
         raise ConfigError("ranks", comm.size, "must be 2 or more to time messages")
     reduce_timer_slack()
-    nodes: list[str] = comm.allgather(os.uname().nodename)
+    nodes: list[str] = allgather(comm, os.uname().nodename)
     messages = {level: _messages(comm, pair, kind) for level, pair in rank_pairs(nodes).items()}
     transport = Transport(comm, HANG_TIMEOUT_S)
     sums_s = [_median_s(partial(_sum, transport, size), SUMS) for size in SUM_BYTES]
-    computes_s = comm.allgather(_computes())
+    computes_s = allgather(comm, _computes())
     if comm.rank == 0:
         write_json(result, {
             "schema": SCHEMA, "kind": kind, "mpi": library(), "nodes": sorted(set(nodes)),
@@ -101,7 +101,7 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
     if comm.rank in pair:
         transport = Transport(group, HANG_TIMEOUT_S)
         mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
-    return {"bytes": list(MESSAGE_BYTES), "s": comm.bcast(mine, pair[0])}
+    return {"bytes": list(MESSAGE_BYTES), "s": broadcast(comm, mine, pair[0])}
 
 
 def _trip(transport: Transport, num_bytes: int) -> float:
@@ -115,7 +115,7 @@ def _sum(transport: Transport, num_bytes: int) -> float:
     transport.barrier()
     begin = time.perf_counter()
     transport.sum_in_place(values)
-    spent_s: list[float] = transport.comm.allgather(time.perf_counter() - begin)
+    spent_s: list[float] = allgather(transport.comm, time.perf_counter() - begin)
     return max(spent_s)
 
 

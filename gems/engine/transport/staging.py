@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gems.engine.transport.mpi import Comm, Transport, gpu_support
+from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 
@@ -94,7 +94,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     """
     if device.type == "cpu":
         return Staging(device)
-    works = wanted != "host" and all(comm.allgather(gpu_support())) and _self_test(device, comm)
+    works = wanted != "host" and all(allgather(comm, gpu_support())) and _self_test(device, comm)
     if wanted == "gpu" and not works:
         raise ConfigError(
             "machine.transport", "gpu", "this MPI did not pass the test with device memory",
@@ -116,4 +116,4 @@ def _self_test(device: torch.device, comm: Comm) -> bool:
     transport.drain()
     is_right = bool(torch.equal(got, pattern + (comm.rank - 1) % comm.size))
     transport.close()
-    return all(comm.allgather(is_right))
+    return all(allgather(comm, is_right))

@@ -34,7 +34,7 @@ from gems.engine.pipeline import build_pipeline
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.transport.environment import launched_rank
-from gems.engine.transport.mpi import Comm, world
+from gems.engine.transport.mpi import MEET_SLEEP_S, Comm, allgather, broadcast, world
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
@@ -327,7 +327,7 @@ def compare(
     for step in range(spec.train.steps):
         pipeline.train.run(step, loader.batch(step))
         found = None if reference is None else next(reference)
-        pipeline.control.barrier()
+        pipeline.control.barrier(MEET_SLEEP_S)
         expected = _broadcast(comm, found)
         average = pipeline.update.average
         for key in pipeline.modules:
@@ -341,8 +341,8 @@ def compare(
                 where = f"{name} at rank {comm.rank}, step {step}"
                 worst[kind] = max(worst[kind], (error, where), key=_by_error)
     loader.close()
-    pipeline.control.barrier()
-    everyone = comm.allgather(worst)
+    pipeline.control.barrier(MEET_SLEEP_S)
+    everyone = allgather(comm, worst)
     parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
     return Verification(
@@ -353,8 +353,9 @@ def compare(
 
 def _broadcast(comm: Comm, found: Sequence[Values] | None) -> list[Values]:
     """Give all ranks the values of rank 0, in float64: as arrays, for each tensor is pickled by a `torch.save`."""
-    arrays = comm.bcast(
-        None if found is None else [{name: each.double().numpy() for name, each in kind.items()} for kind in found]
+    arrays = broadcast(
+        comm,
+        None if found is None else [{name: each.double().numpy() for name, each in kind.items()} for kind in found],
     )
     return [{name: torch.from_numpy(each) for name, each in kind.items()} for kind in arrays]
 
