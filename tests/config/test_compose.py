@@ -153,6 +153,11 @@ class TestOverrides:
     def test_interpolation(self) -> None:
         assert compose(["name=seed_${seed}", "seed=4"]).name == "seed_4"
 
+    def test_a_run_leaves_nothing_to_the_next(self) -> None:
+        plain = compose([])
+        compose(["+cluster.sbatch.qos=long", "parallel.partitions=2", "metrics.auc.target=my.auc", "seed=3"])
+        assert compose([]) == plain
+
     def test_composing_twice_gives_the_same(self) -> None:
         overrides = ["experiment=gems_mast", "seed=2"]
         assert compose(overrides) == compose(overrides)
@@ -240,6 +245,14 @@ class TestMyConf:
 
     def test_without_the_folder_they_are_unknown(self) -> None:
         assert refusal("experiment=mine").startswith("experiment=mine: allowed: ")
+
+    def test_a_file_is_read_again_once_it_has_changed(self, my_conf: Path) -> None:
+        words = [search_path(my_conf), "cluster=site"]
+        assert compose(words).cluster.account == "p123"
+        (my_conf / "cluster" / "site.yaml").write_text("name: site\nlauncher: srun\naccount: p45\n")
+        assert compose(words).cluster.account == "p45"
+        (my_conf / "cluster" / "site.yaml").unlink()
+        assert "cluster=site" in refusal(*words)
 
     def test_a_mistake_in_ones_own_file(self, my_conf: Path) -> None:
         (my_conf / "cluster" / "site.yaml").write_text("acount: p123\n")
