@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 
 # Files of few tests that take minutes: started last, they would leave a worker of pytest-xdist idle.
 FIRST = ("test_mpi.py",)
+
+# Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the workers of pytest-xdist share the cores
 
