@@ -21,7 +21,7 @@ from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
 
-ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "3")
+ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "1")
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPat
         *RUN,
         "parallel.gpus=4",
         "--budget",
-        "5",
+        "2",
         "--global-batch",
         "4,8",
         "--epochs",

@@ -223,7 +223,7 @@ def test_a_chain_is_within_5_percent_of_its_bound() -> None:
 
 
 def test_a_larger_budget_follows_the_programme_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(random_network(5), rate=2e9)
+    case = case_of(random_network(11), rate=2e9)
     solve, nodes = Program.solve, []
 
     def counted(self: Program, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
