@@ -98,7 +98,7 @@ def run_steps(
                 if loggers is not None:
                     step_s = (done.end_ns - done.start_ns) / 1e9
                     loggers.log(step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics})
-                progress.show(step + 1, done.loss)
+                progress.show(step + 1, done.loss, done.learning_rate)
             if saver.end(step + 1, losses or ()):
                 return True
             if validator is not None and validator.is_over:

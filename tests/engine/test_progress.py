@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -33,10 +34,16 @@ def test_the_note_tells_the_last_step_at_most_every_two_seconds(tmp_path: Path, 
     assert (note["steps"], note["loss"], note["images_per_s"]) == (10, 0.1, pytest.approx(16.0))
 
 
-def test_a_loss_that_is_none_is_null(tmp_path: Path) -> None:
+def test_what_is_not_known_is_null_and_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "progress.json"
-    Progress("one", 10, 8, path).show(1, math.nan)
-    assert json.loads(path.read_text())["loss"] is None
+    with caplog.at_level(logging.INFO):
+        Progress("one", 1, 8, path).show(1, math.nan)
+        Progress("two", 1, 8, tmp_path / "two.json").show(1, 0.5, 0.00125)
+    note = json.loads(path.read_text())
+    assert note["loss"] is None and note["learning_rate"] is None
+    first, second = caplog.messages
+    assert "loss" not in first and "lr" not in first
+    assert "step 1/1  loss 0.5000  lr 0.00125  " in second
 
 
 def test_a_file_system_that_is_gone_does_not_stop_a_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows steps, loss, images/s (of all directions and replicas) and the time left.
+    """Shows steps, loss, learning rate, images/s (of all directions and replicas) and the time left.
 
     On a terminal it is a bar; the launcher sets GEMS_PROGRESS, since the rank itself sees only a pipe. Otherwise it is
     a log line every few seconds. The file is written every FILE_INTERVAL_S and at the end; a file system that is full
@@ -40,20 +40,23 @@ class Progress:
                 ncols=100,
             )  # fmt: skip
 
-    def show(self, num_done: int, loss: float) -> None:
-        """Show that `num_done` steps are done; a loss of NaN means that there is none."""
-        now, has_loss = time.perf_counter(), not math.isnan(loss)
+    def show(self, num_done: int, loss: float, learning_rate: float = math.nan) -> None:
+        """Show that `num_done` steps are done; a loss or rate of NaN means that there is none."""
+        now = time.perf_counter()
+        known = {"loss": f"{loss:.4f}", "lr": f"{learning_rate:.3g}"}
         rate = (num_done - self._first_step) / (now - self._begin)  # the mean since this attempt's first step
         images_per_s = rate * self._images_per_step
         if now - self._written > FILE_INTERVAL_S or num_done == self._num_steps:
             self._written = now
             document = {
                 "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
-                "loss": loss if has_loss else None, "time_ns": time.time_ns(),
+                "loss": None if math.isnan(loss) else loss,
+                "learning_rate": None if math.isnan(learning_rate) else learning_rate, "time_ns": time.time_ns(),
             }  # fmt: skip
             with contextlib.suppress(OSError):
                 write_json(self._path, document, indent=None)
-        text = f"loss {loss:.4f}  " * has_loss + f"{images_per_s:.1f} images/s"
+        shown = [f"{name} {value}" for name, value in known.items() if value != "nan"]
+        text = "  ".join([*shown, f"{images_per_s:.1f} images/s"])
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(num_done - self._bar.n)
