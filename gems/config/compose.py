@@ -9,6 +9,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -67,14 +68,14 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     """
     overrides = rewritten(overrides)
     check_overrides(overrides)
-    given = parsed(overrides)
-    values = [override for override in given if _is_value(override)]
-    choices = tuple(str(override.input_line) for override in given if not _is_value(override))
+    given, folders = parsed(overrides), config_folders(overrides)
+    values = [override for override in given if _is_value(override, folders)]
+    choices = tuple(str(override.input_line) for override in given if override not in values)
     try:
         if cluster == AUTO or any(PACKAGE in word for word in choices):  # which depend on more than files
             config = _with_options(choices, cluster)
         else:
-            config = pickle.loads(_kept_options(choices, cluster, _option_files(choices), _registered_names()))
+            config = pickle.loads(_kept_options(choices, cluster, _option_files(folders), _registered_names()))
         ConfigLoaderImpl._apply_overrides_to_config(values, config)  # as Hydra itself does last
         spec = _to_spec(config)
     except GemsError:
@@ -84,10 +85,10 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     return spec
 
 
-def _is_value(override: Override) -> bool:
+def _is_value(override: Override, folders: Sequence[Path]) -> bool:
     """Return whether an override sets one value, and chooses no options."""
     key = str(override.key_or_group)
-    return not (options_of(key) or key.startswith("hydra") or override.is_sweep_override())
+    return not (options_of(key, folders) or key.startswith("hydra") or override.is_sweep_override())
 
 
 def _with_options(choices: Sequence[str], cluster: str) -> DictConfig:
@@ -107,9 +108,9 @@ def _kept_options(choices: Sequence[str], cluster: str, *_: Hashable) -> bytes:
     return pickle.dumps(_with_options(choices, cluster))
 
 
-def _option_files(choices: Sequence[str]) -> Hashable:
+def _option_files(folders: Sequence[Path]) -> Hashable:
     """Return the files of options, as they are now."""
-    files = (path for folder in config_folders(choices) for path in folder.absolute().rglob("*.yaml"))
+    files = (path for folder in folders for path in folder.absolute().rglob("*.yaml"))
     return tuple((str(path), (stat := path.stat()).st_mtime_ns, stat.st_size) for path in files if path.exists())
 
 

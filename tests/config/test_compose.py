@@ -254,6 +254,11 @@ class TestMyConf:
         (my_conf / "cluster" / "site.yaml").unlink()
         assert "cluster=site" in refusal(*words)
 
+    def test_a_group_of_ones_own(self, my_conf: Path) -> None:
+        (my_conf / "recipe").mkdir()
+        (my_conf / "recipe" / "long.yaml").write_text("# @package _global_\nseed: 7\n")
+        assert compose([search_path(my_conf), "+recipe=long"]).seed == 7
+
     def test_a_mistake_in_ones_own_file(self, my_conf: Path) -> None:
         (my_conf / "cluster" / "site.yaml").write_text("acount: p123\n")
         assert "cluster.acount" in refusal(search_path(my_conf), "cluster=site")
