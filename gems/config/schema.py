@@ -116,7 +116,7 @@ class DataConfig:
     labels_path: str | None = text(
         None, "CSV file (file,label, and split if wanted) in place of a folder for each class; of slides also x,y"
     )
-    class_map: dict[str, int] = number({}, "number of each class by its name, or by its value in a mask")
+    class_map: dict[Any, int] = number({}, "number of each class by its name, or by its value in a mask")
     image_column: str = text("file", "column of a table that names the image files")
     label_columns: list[str] = text([], "columns of a table that hold the labels")
     image_key: str = text("images", "HDF5 dataset of the images, first axis samples; {split} stands for the split")
@@ -152,6 +152,10 @@ class DataConfig:
     num_workers: int = number(
         0, "processes of a rank that read its samples; 0: a thread of the rank", max=10**4, in_run_id=False
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.class_map, dict):  # the values of a mask are numbers in YAML
+            self.class_map = {str(name): label for name, label in self.class_map.items()}
 
 
 @dataclass(slots=True)

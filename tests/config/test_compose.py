@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gems.config.compose import compose
+from gems.config.compose import compose, composed
 from gems.config.overrides import CONF, options_of, valid_keys
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
@@ -149,6 +149,9 @@ class TestOverrides:
         assert spec.cluster.environment == {"OMP_NUM_THREADS": "2"}
         assert spec.cluster.sbatch == {"mem": "10G"}
         assert (spec.model.depth, spec.data.path) == (56, None)
+
+    def test_values_of_a_mask_may_be_numbers(self) -> None:
+        assert composed(["data=masks", "data.class_map={0: 0, 255: 1}"]).data.class_map == {"0": 0, "255": 1}
 
     def test_interpolation(self) -> None:
         assert compose(["name=seed_${seed}", "seed=4"]).name == "seed_4"
