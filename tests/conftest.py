@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(name) if (name := item.path.name) in FIRST else len(FIRST))
     gc.freeze()  # what was imported and collected stays: each full collection would look through it again
+    gc.set_threshold(50_000, 20, 20)
     every = config.getoption("--every")
     if every > 1:
         config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % every])

@@ -16,7 +16,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.lookup import find_run
 from gems.utils.tables import name_values
 
-PROGRAM = "gems.engine.evaluation.program"
+EVALUATE = "gems.engine.evaluation.evaluate_run:evaluate_run"
 LAST, BEST, AVERAGE = "last", "best", "average"
 
 
@@ -28,7 +28,7 @@ def evaluate(words: Sequence[str], options: Options) -> int:
         RankFailedError: a rank ended before there was a result.
     """
     spec, path = run_for_inference(words, options.chosen.get("--weights", LAST), "evaluate")
-    found = run_program(spec, PROGRAM, "evaluate")
+    found = run_program(spec, EVALUATE, "evaluate")
     if options.json:
         print_json({"run": str(path), "data": spec.data.name, **found})
     else:

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli.evaluate import LAST, PROGRAM, read_run
+from gems.cli.evaluate import EVALUATE, LAST, read_run
 from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import DataConfig, RunSpec
@@ -52,7 +52,7 @@ def predict(words: Sequence[str], options: Options) -> int:
             check_files(files, spec.data)
         make_folder(out)
         request = {"out": str(out), "classes": classes}
-        found = run_program(spec, PROGRAM, "predict", request, timeout_s=None, needs_labels=False)
+        found = run_program(spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False)
     if options.json:
         print_json({"run": str(path), **found})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.trace import TracePart
+from gems.utils import start_up
 
 EPOCH = "epoch"
 
@@ -63,6 +64,7 @@ class Pipeline:
     update: Update
     recorder: Recorder
     control: Transport
+    transports: tuple[Transport, ...]
     loss: SummedLoss
     step_weight: StepWeight
     train: Executor
@@ -91,6 +93,11 @@ class Pipeline:
     def has_in_evaluation(self, stage: int) -> bool:
         """Return whether this rank has `stage` in the direction of evaluation."""
         return self.schedule.placement.rank_of(0, stage) == self.rank
+
+    def close(self) -> None:
+        """Free the communicators, of which MPI has a limited number; collective, when nothing is under way."""
+        for transport in self.transports:
+            transport.close()
 
     def set_training(self, is_training: bool) -> None:
         """Switch layers such as batch norm between batch and running statistics."""
@@ -133,12 +140,9 @@ def build_pipeline(
     num_sharers = ranks_here(comm)
     hang_timeout_s, spin_s = spec.train.hang_timeout_s, spin_time_s(num_sharers)
     reduce_timer_slack()
-    pipeline_comm = cast(Comm, comm.Split(replica, rank))
-    reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
     recorder = Recorder(part, device)
-    transports = [
-        Transport(pipeline_comm, hang_timeout_s, spin_s, wait_state=wait_state) for _ in range(schedule.num_directions)
-    ]
+    open_group = partial(Transport.of_group, comm, hang_timeout_s=hang_timeout_s, spin_s=spin_s, wait_state=wait_state)
+    transports = [open_group(replica) for _ in range(schedule.num_directions)]
     staging = open_staging(spec.machine.transport, device, comm)
     channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     mine = placement.stages_on(rank)
@@ -150,7 +154,7 @@ def build_pipeline(
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
     stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
-    reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
+    reduce_transport = open_group(placement.reduce_group(rank, parallel.replicas)[0])
     gradients = Gradients(modules, reduce_transport, dtype, device)
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
     average = None
@@ -171,8 +175,7 @@ def build_pipeline(
         )  # fmt: skip
     loss = SummedLoss(spec.loss, spec.data, dtype, device, stage_modules.output(spec, dtype))
     reads_labels = any(stage == schedule.num_stages - 1 for _, stage in mine)
-    label_comm = comm.Split(int(reads_labels), comm.rank)
-    label_transport = Transport(cast(Comm, label_comm), hang_timeout_s, spin_s, wait_state=wait_state)
+    label_transport = open_group(int(reads_labels))
     step_weight = StepWeight(loss, global_batch(spec), label_transport)
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
@@ -184,9 +187,11 @@ def build_pipeline(
     evaluation_channels = P2PChannels(forward, rank, evaluation_specs, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
     seed_generators(device, spec.seed, replica, rank)
+    start_up.end()
     return Pipeline(
         spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
-        control, loss, step_weight, train, evaluate, plan, segments,
+        control, (*transports, reduce_transport, label_transport, control), loss, step_weight, train, evaluate, plan,
+        segments,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from gems.engine.transport.polling import WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
+from gems.utils import start_up
 from gems.utils.logs import set_log_level, set_up_rank_logging
 
 
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> None:
     if len(argv) != 1:
         print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
         sys.exit(2)
+    start_up.begin()
     set_up_rank_logging(launched_rank())
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # whose default action would end the process
     folder = RunFolder(Path(argv[0]))
@@ -61,6 +63,7 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
         if device is None:
             from gems.engine.emulation.run import emulate
 
+            start_up.end()
             emulate(folder.read_run(), folder, comm, heartbeat, stop, waits)
         else:
             from gems.engine.train import train

@@ -163,6 +163,7 @@ def train(
                 **(measured[-1] if measured else {}),
                 **({} if validator.best is None else {"best": asdict(validator.best)}),
             })  # fmt: skip
+        pipeline.close()
     finally:
         part.close()
 

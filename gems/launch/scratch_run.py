@@ -21,16 +21,16 @@ REQUEST_JSON = "request.json"
 
 def run_program(
     spec: RunSpec,
-    program: str,
+    function: str,
     verb: str,
     request: Mapping[str, Any] | None = None,
     timeout_s: float | None = TIME_LIMIT_S,
     needs_labels: bool = True,
 ) -> dict[str, Any]:
-    """Prepare a resolved run in a scratch folder, run the module `program` in its ranks, and return their result.json.
+    """Prepare a resolved run in a scratch folder, run a function in its ranks, and return their result.json.
 
-    The program is called with the folder, in which `request` is request.json. Nothing is counted, so no step is left
-    out of figures.
+    The function, as module:name, is one that `gems.engine.program` takes; it finds `request` as request.json in the
+    folder. Nothing is counted, so no step is left out of figures.
 
     Raises:
         ConfigError: a configuration that cannot be run here.
@@ -42,7 +42,7 @@ def run_program(
         folder = prepare(scratch_spec, needs_labels=needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
-        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", program, str(folder.path)])
+        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.program", function, str(folder.path)])
         ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s)
         found = read_json(folder.result_json)
         if ended.returncode or not found:

@@ -12,7 +12,7 @@ STEPS = 2
 # In bfloat16 weights whose last digits differ, as sums in another order do, may round to others: one step is compared.
 MIXED_STEPS = {"bf16_mixed": 1}
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0, "bf16_mixed": 0.02, "fp16_mixed": 0.02}
-COMPARE = "gems.engine.verification.compare"
+COMPARE = "gems.engine.verification.compare:compare_run"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from functools import partial
 from statistics import mean
-from typing import cast
 
 import numpy as np
 
@@ -55,14 +55,13 @@ def emulate(
         replica, rank = divmod(comm.rank, spec.parallel.partitions)
         costs = schedule_costs(spec, placement)
 
-        def open_transport(over: Comm) -> Transport:
-            return Transport(over, hang_timeout_s, spin_s=0.0, sleep_s=interval_s, wait_state=wait_state)
-
-        pipeline = cast(Comm, comm.Split(replica, rank))
-        group = placement.reduce_group(rank, spec.parallel.replicas)
-        peers = open_transport(cast(Comm, comm.Split(group[0], comm.rank)))
-        control = open_transport(comm)
-        transports = [open_transport(pipeline) for _ in range(schedule.num_directions)]
+        open_group = partial(
+            Transport.of_group, comm, hang_timeout_s=hang_timeout_s, spin_s=0.0, sleep_s=interval_s,
+            wait_state=wait_state,
+        )  # fmt: skip
+        peers = open_group(placement.reduce_group(rank, spec.parallel.replicas)[0])
+        control = open_group(0)
+        transports = [open_group(replica) for _ in range(schedule.num_directions)]
         recorder = Recorder(part)
         channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder)
         waiter = Waiter(channels.poll, interval_s, hang_timeout_s, wait_state)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Union, cast
 
 import mpi4py
 import numpy as np
@@ -94,6 +94,17 @@ class Transport:
         self._wait_state = wait_state or WaitState()
         self._outgoing: list[tuple[MPI.Request, Sendable, Callable[[], None] | None]] = []
         self._incoming: list[tuple[MPI.Request, Sendable]] = []
+
+    @classmethod
+    def of_group(cls, comm: Comm, group: int, *args: Any, **options: Any) -> Self:
+        """Open a transport between the ranks of `comm` that name the same group, in their order; collective.
+
+        The further arguments are those of the class.
+        """
+        ranks = cast(Comm, comm.Split(group, comm.rank))
+        made = cls(ranks, *args, **options)
+        ranks.Free()
+        return made
 
     def send(self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then.

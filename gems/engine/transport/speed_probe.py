@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -96,10 +96,9 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
         chain, control = (Transport(comm, HANG_TIMEOUT_S, spin_s=0.0, sleep_s=poll_s) for _ in range(2))
         times_s = [measure_hop(chain, control, size, poll_s, HANG_TIMEOUT_S) for size in MESSAGE_BYTES]
         return {"bytes": list(MESSAGE_BYTES), "s": times_s}
-    group = cast(Comm, comm.Split(int(comm.rank in pair), comm.rank))
+    transport = Transport.of_group(comm, int(comm.rank in pair), HANG_TIMEOUT_S)
     mine: list[float] = []
     if comm.rank in pair:
-        transport = Transport(group, HANG_TIMEOUT_S)
         mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
     return {"bytes": list(MESSAGE_BYTES), "s": broadcast(comm, mine, pair[0])}
 

@@ -1,4 +1,4 @@
-"""Comparison of a run with a reference, value by value; the program of the ranks of `gems verify`.
+"""Comparison of a run with a reference, value by value: what the ranks of `gems verify` do.
 
 The reference is the same training in one process, unsplit, with plain autograd.
 """
@@ -6,11 +6,9 @@ The reference is the same training in one process, unsplit, with plain autograd.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset, task_of
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.batch_loader import BatchLoader
-from gems.engine.device import DTYPES, open_device
+from gems.engine.device import DTYPES
 from gems.engine.loss import Loss, open_loss
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.loss_scale import LossScale
@@ -31,10 +29,8 @@ from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
 from gems.engine.pipeline import build_pipeline
-from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.memory_report import memory_report
-from gems.engine.transport.environment import launched_rank
-from gems.engine.transport.mpi import MEET_SLEEP_S, Comm, allgather, broadcast, world
+from gems.engine.transport.mpi import MEET_SLEEP_S, Comm, allgather, broadcast
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
@@ -46,8 +42,6 @@ from gems.models.mixed import Precision
 from gems.models.outputs import map_tensors, tensors_in
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
-from gems.utils.atomic_io import write_json
-from gems.utils.logs import set_up_rank_logging
 
 FLOOR = 1e-9  # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their spacing
 FLOOR_ABOVE = 1e-4
@@ -345,6 +339,7 @@ def compare(
     everyone = allgather(comm, worst)
     parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
+    pipeline.close()
     return Verification(
         spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
         **memory_report(pipeline),
@@ -364,22 +359,7 @@ def _by_error(found: tuple[float, str]) -> float:
     return float("inf") if found[0] != found[0] else found[0]
 
 
-def main(argv: list[str]) -> None:
-    """Run one rank of the comparison of a run folder, to which rank 0 writes result.json."""
-    set_up_rank_logging(launched_rank())
-    folder = RunFolder(Path(argv[0]))
-    try:
-        spec = folder.read_spec()
-        device = open_device(spec.machine, spec.cluster.device_order)
-        comm = world()
-        read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
-        found = compare(spec, comm, device, *read)
-        if comm.rank == 0:
-            write_json(folder.result_json, asdict(found))
-    except BaseException as error:
-        ensure_exit()
-        abort_all_ranks(report_failure(folder, launched_rank(), error))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def compare_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[str, Any]:
+    """Compare a prepared run; collective."""
+    read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
+    return asdict(compare(folder.read_spec(), comm, device, *read))
