@@ -60,7 +60,7 @@ def probe(words: Sequence[str], options: Options) -> int:
         folder = _folder(spec, job)
         environment = rank_environment(spec.machine.threads_per_rank)
         environment |= {key: str(value) for key, value in spec.cluster.environment.items()}
-        found = run_probe(spec, job, folder, environment) | {"nodes": 1}
+        found = read_probe(spec, run_probe(spec, job, folder, environment), probe_json(folder)) | {"nodes": 1}
         shutil.rmtree(folder.path, ignore_errors=True)
     found["cluster"] = spec.cluster.name
     keep_probe(spec, job, found)

@@ -116,10 +116,8 @@ def launch(
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
             own_job.record_start(folder, job.snapshot)
             remove_stale_shared_memory()
-            if job.launcher == "srun" and "SLURM_RESTART_COUNT" in os.environ:  # under its old number, on all nodes
-                run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
-            probe_in_job(spec, job, folder, environment)
-            ended = run_ranks(
+            stopped_early = _sweep(job, folder, environment) or probe_in_job(spec, job, folder, environment)
+            ended = stopped_early or run_ranks(
                 argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
                 give_up=_abort_watch(folder, job, output, stop_request), echo=echo,
                 grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
@@ -131,7 +129,8 @@ def launch(
             code = 130 if interrupted else getattr(error, "exit_code", 1)
             cause = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
             cause_class = str(classify_error(error).cause)
-            folder.write_status("failed", **facts, exit_code=code, cause=cause, cause_class=cause_class)
+            state = "cancelled" if folder.cancelled_json.exists() else "failed"
+            folder.write_status(state, **facts, exit_code=code, cause=cause, cause_class=cause_class)
             raise
 
         def collect_traces() -> int:
@@ -150,6 +149,14 @@ def launch(
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
         return _record_failure(folder, job, facts, output, ended, collect_traces)
+
+
+def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
+    """Remove what an earlier start left on a job's nodes; return how that ended if the job was stopped meanwhile."""
+    if job.launcher != "srun" or "SLURM_RESTART_COUNT" not in os.environ:  # a job that starts again has its old number
+        return None
+    ended = run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
+    return ended if ended.stopped_by is not None else None
 
 
 def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
@@ -192,7 +199,7 @@ def _record_failure(
     state, failure = "failed", find_failure(folder, output, ended)
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
         failure = replace(failure, exit_code=ended.returncode)  # there is no rank; the code is the process's own
-    if ended.stopped_by is not None:
+    if ended.stopped_by is not None or folder.cancelled_json.exists():  # SLURM may end the ranks first
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     if state == "requeued":
         facts = facts | {"requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)}

@@ -22,23 +22,28 @@ SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines report that a ta
 MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)"
 
 
-def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> None:
+def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> Ended | None:
     """Probe as the first step of a job, before its ranks, if nothing is known of its cluster and environment.
 
-    The result is written to logs/probe.json, and kept for later jobs. Raises what `read_probe` raises.
+    The result is written to logs/probe.json, and kept for later jobs. Return how the probe ended if the job was
+    stopped meanwhile, None if the run may start. Raises what `read_probe` raises.
     """
-    if needs_probe(spec, job):
-        found = run_probe(spec, job, folder, environment) | {"nodes": _pair(job).nodes}
-        keep_probe(spec, job, found)
-        report("jobs", f"probe: {describe_probe(found)}")
+    if not needs_probe(spec, job):
+        return None
+    ended = run_probe(spec, job, folder, environment)
+    if ended.stopped_by is not None:
+        return ended
+    found = read_probe(spec, ended, probe_json(folder)) | {"nodes": _pair(job).nodes}
+    keep_probe(spec, job, found)
+    report("jobs", f"probe: {describe_probe(found)}")
+    return None
 
 
-def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run the two ranks and return what they found; raises what `read_probe` raises."""
+def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> Ended:
+    """Run the two ranks, which write `probe_json`, and return how they ended."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
-    ended = run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)
-    return read_probe(spec, ended, probe_json(folder))
+    return run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)
 
 
 def _pair(job: JobSpec) -> JobSpec:

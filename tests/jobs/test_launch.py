@@ -222,6 +222,30 @@ def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: pytest.M
     assert seen[0]["OMP_NUM_THREADS"] == "7"  # cluster.environment goes before our defaults
 
 
+@pytest.mark.parametrize("first", ["probe", "sweep", "ranks"])
+def test_a_cancelled_job_is_cancelled_whatever_ends_first(
+    first: str, tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = tiny()
+    stopped = Ended(-signal.SIGTERM, (), stopped_by="SIGTERM")
+
+    def sweep(argv: list[str], *words: Any, **more: Any) -> Ended:
+        if first == "ranks":
+            return Ended(-signal.SIGTERM, ())  # SLURM's signal has reached srun, and not yet this process
+        assert first == "sweep" and "gems.launch.mpich_cleanup" in argv, "the ranks of the run must not start"
+        return stopped
+
+    monkeypatch.setattr(launch_module, "run_ranks", sweep)
+    if first == "probe":
+        monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: stopped)
+    elif first == "sweep":
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    folder.cancelled_json.write_text("{}")
+    launch(folder, resolved("cluster=mini"))
+    status = folder.read_status()
+    assert (status["state"], status["cause_class"]) == ("cancelled", "cancelled")
+
+
 def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
     tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from jobs.cli.probe import probe, probe_table
+from jobs.launch import mpi_probe
 from jobs.launch.mpi_probe import probe_argv, probe_in_job, probe_json, read_probe
 from jobs.preflight.known_probe import describe_probe, keep_probe, known_probe, needs_probe
 from jobs.slurm.resources import job_spec
@@ -200,6 +201,16 @@ def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, resolved: Callable[..., Ru
         with pytest.raises(RankFailedError, match="no PMI here"):
             probe_in_job(spec, job_spec(spec), folder, {"PATH": str(slurm.here)})
     assert len(slurm.asked()) == 2 and not is_known(spec)
+
+
+def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+    stopped = Ended(-15, (), stopped_by="SIGTERM")
+    monkeypatch.setattr(mpi_probe, "run_ranks", lambda *words, **more: stopped)
+    assert probe_in_job(spec, job_spec(spec), folder, {}) is stopped
+    assert not is_known(spec)
 
 
 def test_the_probes_own_job(

@@ -63,5 +63,5 @@ def test_a_full_queue_holds_points_back_and_stop_ends_all(mini_slurm: MiniSlurm,
     held, said = study(tmp_path, "+cluster.limits=[{queued_jobs: 2}]", "train.steps=2000")
     assert [point["state"] for point in held["points"]].count("waiting") == 4, said
     stopped, _ = study(tmp_path, "train.steps=2000", "--stop")
-    assert [run["outcome"] for run in stopped["runs"]] == ["cancelled"] * 2
+    assert [run["outcome"] for run in stopped["runs"]] == ["cancelled"] * 2, stopped
     assert not mini_slurm.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout
