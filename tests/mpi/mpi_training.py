@@ -451,7 +451,7 @@ def test_mixed_precision_learns_in_small_steps_and_pure_bfloat16_does_not(comm):
     norms = [math.sqrt(sum(allgather(part, float(update.square().sum())))) for update in (full, mixed)]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
     changed = [sum(allgather(part, int((u != 0).sum()))) / sum(allgather(part, len(u))) for u in (full, mixed, pure)]
-    assert min(changed[:2]) > 0.99 and changed[2] < 0.2, changed
+    assert min(changed[:2]) > 0.99 and changed[2] < 0.06, changed
 
 
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), [("1f1b", 2, 2), ("gems_master", 3, 1)])
