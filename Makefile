@@ -68,7 +68,7 @@ report: setup
 	@$(PY) -m analysis report $(if $(RUN),$(RUN),$(CONF)) $(ARGS)
 
 test: setup
-	$(PY) -m pytest -m "not slurm and not docs" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -m "not slurm and not docs" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slurm: setup
 	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-# Files of few tests that take minutes: started last, they would leave a worker of pytest-xdist idle.
-FIRST = ("test_mpi.py",)
+# Files that take a minute or more, or wait most of it: started last, they would leave workers of pytest-xdist idle.
+FIRST = ("test_mpi.py", "test_hangs.py", "test_run.py")
 
 # Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
