@@ -171,7 +171,9 @@ def predict_steps_s(plan: RunPlan) -> float | None:
         if plan.memory is not None:
             return steps * plan.memory.step_s
         asked = replace(spec.cost, name=PROFILE, activation_bytes=0, unit_s=1.0, link=0.0)
-        run = with_profiled_costs(replace(spec, cost=asked))
+        # the cap was kept by the plan's costs, and has another unit by these
+        free = replace(spec.schedule, activation_cap=None, activation_cap_bytes=None)
+        run = with_profiled_costs(replace(spec, cost=asked, schedule=free))
     return steps * simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
 
 

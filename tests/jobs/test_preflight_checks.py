@@ -175,6 +175,12 @@ def test_rates_of_a_processor_tell_nothing_of_a_gpu(resolved: Callable[..., RunS
     assert predict_steps_s(replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)))) is None
 
 
+def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(resolved: Callable[..., RunSpec]) -> None:
+    """Its cap is in units of equal parts, which the parts of the profile are not."""
+    words = ("experiment=1f1b", "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2")
+    assert (predict_steps_s(plan_run(resolved(*words))) or 0) > 0
+
+
 def test_a_preset_of_elsewhere_is_not_asked_here(
     site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
