@@ -56,7 +56,22 @@ def memory_policy(name: str, **known: Any) -> Callable[[Maker], Maker]:
 
 def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the plan of the configured policy, or raise DoesNotFitError if nothing that it can do keeps the limit."""
-    return POLICIES[memory.name].make(memory, case)
+    try:
+        return POLICIES[memory.name].make(memory, case)
+    except DoesNotFitError as error:
+        raise _with_key(error, memory, case) from error
+
+
+def _with_key(error: DoesNotFitError, memory: MemoryConfig, case: MemoryCase) -> DoesNotFitError:
+    """Return the error by the key that sets the limit, if that is not the device's size."""
+    where, target = error.where, memory.target_reduction
+    if target is not None and error.limit_bytes < (case.limit_bytes or sys.maxsize):
+        where, key, advice = f"{where} with memory.target_reduction={target:g}", "its limit", "lower the target; "
+    elif memory.limit_bytes is not None:
+        key, advice = "memory.limit_bytes", ""
+    else:
+        return error
+    return DoesNotFitError(where, error.needed_bytes, error.limit_bytes, advice + error.advice, key)
 
 
 def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:

@@ -160,3 +160,16 @@ def test_what_does_not_fit_is_refused_with_the_bytes(gems_: Gems) -> None:
     assert said.code == 3 and "under memory=vdnn_all needs" in said.err
     said = gems_("simulate", *RUN, "memory=vdnn_all", "machine.host_bytes=10")
     assert said.code == 3 and "above machine.host_bytes=10" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("memory.target_reduction=0.99", "with memory.target_reduction=0.99 needs"),
+        ("memory.limit_bytes=1000", "above memory.limit_bytes=1000 "),
+        ("machine.device_bytes=1000", "above machine.device_bytes=1000 "),
+    ],
+)
+def test_the_refusal_names_the_key_that_sets_the_limit(gems_: Gems, words: str, text: str) -> None:
+    said = gems_("simulate", *RUN, "memory=plan", "memory.budget_s=0.2", words)
+    assert said.code == 3 and text in said.err
