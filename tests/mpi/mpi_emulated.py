@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
-from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.formats.schedule_json import to_json
 from gems.trace import KINDS, part_path, read_part
@@ -65,6 +65,18 @@ def test_data_is_there_before_it_is_used(comm, name):
             assert theirs["end_ns" if need.kind in COMPUTE_KINDS else "start_ns"] <= mine["end_ns"]
             if action.kind in COMPUTE_KINDS:
                 assert theirs["end_ns"] <= mine["start_ns"], (rank, action, need)
+
+
+def test_messages_take_the_time_of_the_links(comm):
+    schedule, events = run_on(comm, "1f1b", 4, cost__link=2.0)
+    seen = 0
+    for rank, action in schedule.actions():
+        receives = [need for need in dependencies(action, schedule) if action.kind in COMPUTE_KINDS]
+        for send in (send for need in receives if need.kind in RECV_KINDS for send in dependencies(need, schedule)):
+            sent_ns = events[schedule.rank_of(send)][send]["start_ns"]
+            assert events[rank][action]["start_ns"] >= sent_ns + 1_000_000, (rank, action)
+            seen += 1
+    assert seen == 2 * 3 * 8  # F and B over three links
 
 
 @pytest.mark.parametrize("param_bytes", [0, 400_000])

@@ -43,6 +43,8 @@ class _Transfer:
 class EmulatedChannels:
     """Posts the transfers of one rank by persistent requests, made once for all steps.
 
+    A message counts as arrived `link_ns` after it has: what a link takes that this machine does not have.
+
     Attributes:
         receives_of: the receives that each compute action waits for.
         done_with: those of them that no later action reads.
@@ -55,6 +57,7 @@ class EmulatedChannels:
         boundary_bytes: Sequence[float],
         transports: Sequence[Transport],
         recorder: Recorder,
+        link_ns: int = 0,
     ) -> None:
         """Make the requests.
 
@@ -62,7 +65,7 @@ class EmulatedChannels:
             ConfigError: this MPI has too few tags for the messages of a step.
         """
         tags = MessageTags(schedule, 1, transports[0].max_tag)
-        self._recorder = recorder
+        self._recorder, self._link_ns = recorder, link_ns
         self._under_way: list[_Transfer] = []
         self._transfers: dict[Action, _Transfer] = {}
         self.receives_of: dict[Action, tuple[Action, ...]] = {}
@@ -107,16 +110,16 @@ class EmulatedChannels:
         done = [transfer for transfer in self._under_way if transfer.request.Test()]
         if not done:
             return
-        now_ns = time.perf_counter_ns()
+        arrived_ns = time.perf_counter_ns() + self._link_ns
         self._under_way = [transfer for transfer in self._under_way if transfer not in done]
         for transfer in done:
-            transfer.arrived_ns = now_ns
+            transfer.arrived_ns = arrived_ns
             if transfer.is_send:
                 self._recorder.count_bytes(-transfer.num_bytes)
-            self._recorder.span(transfer.action, LINK, transfer.posted_ns, now_ns, transfer.num_bytes)
+            self._recorder.span(transfer.action, LINK, transfer.posted_ns, arrived_ns, transfer.num_bytes)
 
     def arrived_ns(self, receive: Action) -> int | None:
-        """Return when a message was seen to have arrived; None if it has not."""
+        """Return when a message arrives or has arrived; None while it is not seen."""
         return self._transfers[receive].arrived_ns
 
     def release(self, receive: Action) -> None:
@@ -230,7 +233,7 @@ class EmulatedExecutor:
         self._free_ns = end_ns
 
     def _wait_for(self, receive: Action) -> int:
-        """Wait for a message and return when it was seen to arrive."""
+        """Wait until a message is seen and return when it arrives."""
         arrived_ns = self._channels.arrived_ns
         if arrived_ns(receive) is None:
             self._waiter.wait_until(lambda: arrived_ns(receive) is not None, receive)
