@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from gems.engine.train import train
 from gems.engine.transport.mpi import broadcast, meet
 from gems.errors import ConfigError
 from gems.models import MODELS, Layer, ModelFamily
+from gems.models.families.shared import Backbone, chain_family, pooled_head
+from gems.models.steps import Fork, conv, max_pool
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
@@ -47,6 +50,16 @@ def _drop_layers(model, data):
 
 if "toy_drop" not in MODELS:
     MODELS.register("toy_drop", ModelFamily(_drop_layers, lambda model: 1))
+
+
+def _branches(model: ModelConfig) -> Backbone:
+    fork = Fork(((conv(4),), (conv(4), conv(8, 3)), (max_pool(3, 1, 1), conv(4))))
+    return Backbone(16, {"conv": (conv(8, 3, 2),), "first": (fork,), "second": (fork,)})
+
+
+if "toy_branches" not in MODELS:
+    head = partial(pooled_head, in_channels=16)
+    MODELS.register("toy_branches", chain_family(_branches, lambda model, data, body: (head(model, data),)))
 
 
 class KilledError(Exception):
@@ -111,7 +124,7 @@ def base(schedule: str, partitions: int, replicas: int, **changes):
 
 
 BRANCHES = {
-    "model": ModelConfig(name="googlenet", width=4, norm="batch"),
+    "model": ModelConfig(name="toy_branches", width=16, norm="batch"),
     "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_samples=64),
 }
 RECIPE = {
