@@ -20,12 +20,13 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
     """Check a compute-only or lowered schedule and return it.
 
     Checked: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
-    that holds it and in one direction, so that all activations are freed; what is recomputed or copied to host
-    memory comes back before its backward, and in one way only; nothing runs before its data; each transfer has its
-    partner and each need its transfer; the gradients are reduced after the last backward and the step follows; peers
-    reduce the same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete
-    only against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default
-    one micro-batch on one of P equal parts).
+    that holds it and in one direction, so that all activations are freed; what is recomputed or copied to host memory
+    comes back before its backward, and in one way only; the forwards of a stage keep the order of the micro-batches,
+    as statistics and random numbers do in one process; nothing runs before its data; each transfer has its partner and
+    each need its transfer; the gradients are reduced after the last backward and the step follows; peers reduce the
+    same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete only
+    against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default one
+    micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
@@ -41,6 +42,7 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
         _check_transfers(schedule)
         for rank, row in enumerate(schedule.rows):
             _check_order(schedule, rank, row)
+            _check_forwards(rank, row)
             _check_tail(schedule, rank, row)
         equal = uniform(schedule.num_ranks, schedule.num_stages)
         simulate(schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap)
@@ -146,6 +148,16 @@ def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
         for need in dependencies(action, schedule):
             if position.get(need, nowhere) > i and schedule.rank_of(need) == rank:
                 raise ScheduleError(rank, action, f"comes before {need}, which it needs")
+
+
+def _check_forwards(rank: int, row: tuple[Action, ...]) -> None:
+    last: dict[tuple[int, int, int | None], Action] = {}
+    for action in row:
+        if action.kind is Kind.F:
+            before = last.get(place := (action.direction, action.stage, action.segment))
+            if before is not None and (before.micro_batch or 0) > (action.micro_batch or 0):
+                raise ScheduleError(rank, action, f"comes after {before}, a later micro-batch of its stage")
+            last[place] = action
 
 
 def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:

@@ -56,7 +56,7 @@ def search_schedule(spec: RunSpec) -> dict[str, Any]:
         names = ("bound", "placement", "method", "candidates")
         return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names}
 
-    return cached(spec.cache_dir, "schedule", repr((request, IS_INSTALLED)), search)
+    return cached(spec.cache_dir, CAPPED, repr((request, IS_INSTALLED)), search)
 
 
 def lowered_schedule(spec: RunSpec) -> Schedule:

@@ -109,10 +109,18 @@ def is_in_order_at_the_end(row: tuple[Action, ...]) -> bool:
     return last_compute < kinds.index("REDUCE_GRAD") < kinds.index("STEP")
 
 
+def keeps_the_order_of_micro_batches(row: tuple[Action, ...]) -> bool:
+    """Whether the forwards of each stage and direction come in the order of the micro-batches."""
+    forwards = [(a.stage, a.direction, a.micro_batch) for a in row if a.kind.value == "F"]
+    return sorted(forwards) == sorted(forwards, key=lambda each: each[:2])
+
+
 def is_valid(edited: Schedule, base: Schedule) -> bool:
     """A list with other actions than a whole step's is broken; one with the same actions is, if it cannot run."""
     same = all(Counter(a) == Counter(b) for a, b in zip(edited.rows, base.rows, strict=True))
-    return same and all(map(is_in_order_at_the_end, edited.rows)) and runs_to_its_end(edited)
+    if not same or not all(map(is_in_order_at_the_end, edited.rows)):
+        return False
+    return all(map(keeps_the_order_of_micro_batches, edited.rows)) and runs_to_its_end(edited)
 
 
 def check_times(schedule: Schedule, played: Simulation, link: float) -> None:

@@ -36,6 +36,7 @@ BROKEN = {
     "0F2 0SEND_F2 0RECV_B1 0B0 0RECV_B0", 0, "0B0", "comes before 0RECV_B0"),
     "backward before forward": (ONE_WAY, 2, "2F0 2RECV_F1 2B0", "2B0 2RECV_F1 2F0", 2, "2B0", "comes before 2F0"),
     "backward before forward, compute only": (PLAIN, 1, "1F1/1 1B1/1", "1B1/1 1F1/1", 1, "1B1/1", "comes before 1F1/1"),
+    "forwards out of order": (SPLIT, 0, "0F0 0F1", "0F1 0F0", 0, "0F0", "comes after 0F1, a later micro-batch"),
     "on the wrong rank": (ONE_WAY, 0, "0F0", "0F0 1F0", 0, "1F0", "stage 1 in direction 0 is on rank 1"),
     "on the wrong rank upwards": (PLAIN, 0, "2F1/1", "0F1/1", 0, "0F1/1", "stage 0 in direction 1 is on rank 2"),
     "twice": (ONE_WAY, 0, "0F1", "0F1 0F1", 0, "0F1", "twice"),

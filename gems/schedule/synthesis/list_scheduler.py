@@ -37,6 +37,8 @@ Item = tuple[int, int, int, int]
 class ListScheduler:
     """Runs a step forward in time; each rank takes what is ready, has room, and comes first by its key.
 
+    The forwards of a stage keep the order of the micro-batches, whatever their keys: batch norm's statistics follow it.
+
     Room is given so that every micro-batch that has started can still end, in the order of their starts (the banker's
     algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. `rows` hold micro-batch x 6 S + operation,
     operations as in `Acting`. `span` is in ticks, `NEVER` if the step did not end.
@@ -61,6 +63,8 @@ class ListScheduler:
         counts = [[len(problem.stages_of(rank, way)) for way in range(problem.num_directions)] for rank in ranks]
         self.left = [[counts[rank][way] for way in ways] for rank in ranks]
         self.started: list[int] = []
+        # of each direction and stage, the micro-batch whose forward comes next
+        self.following = [[way] * self.num_stages for way in range(problem.num_directions)]
         self.queued: dict[tuple[int, int], list[Item]] = {}
         self.asked: dict[tuple[int, int], int] = {}
         self.away: dict[tuple[int, int], int] = {}
@@ -140,6 +144,8 @@ class ListScheduler:
             if num_stages <= operation < 2 * num_stages:
                 return item, coming, wake
             if operation < num_stages:
+                if m != self.following[m % num_directions][operation]:
+                    continue
                 if key > now + rules.lead:
                     wake = min(wake, key - rules.lead)
                     continue
@@ -214,6 +220,7 @@ class ListScheduler:
         end = now + problem.time[direction][operation]
         self.peak[rank][m] = acting.peak_after[direction][operation]
         if operation < num_stages:
+            self.following[direction][operation] = m + problem.num_directions
             self.take(rank, m, acting.takes[operation])
             if acting.acts[operation] == Act.OFFLOAD:
                 self.copy_out(rank, m, operation, end)
@@ -291,7 +298,7 @@ class ListScheduler:
         self.restored[m, stage] = back
         queue = self.queued[rank, m]
         if queue:
-            self.offer(rank, queue.pop(0))
+            self.offer(rank, (*queue[0][:3], max(now, queue.pop(0)[3])))
         else:
             del self.queued[rank, m]
         at = self.asked.get((m, stage))
