@@ -115,6 +115,7 @@ def test_v_shapes_with_equal_times(p: int) -> None:
             check("v_min", p, n, EVEN, 3 * n + full * 2 / 3 - 0.5)
         if n >= 2 * p:
             check("dualpipe_v", p, n, EVEN, 3 * n + (p - 1) / 2)
+            assert idle_inside(build("dualpipe_v", p, n, EVEN), EVEN) == pytest.approx((p - 1) / 2)
     if p >= 2:
         check("v_min", p, 1, EVEN, 3 + full * 2 / 3 - 0.5)
 

@@ -18,7 +18,8 @@ def dualpipe_v(request: Request) -> Schedule:
 
     In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the authors overlap
     these two, here they follow each other. The backward is split where ranks would wait for it: while they warm up and
-    while they drain. Holds P + 1/2 micro-batches of activations on every rank.
+    while they drain. Holds P + 1/2 micro-batches of activations on every rank. Between a rank's first and last action
+    it idles (P - 1 - rank) / 2 at f = i = w = 1.
 
     Raises:
         ConfigError: fewer micro-batches than 2 P.
