@@ -158,6 +158,10 @@ class Network:
         latency, transmission = self.parts(sender, receiver, num_bytes)
         return latency + transmission
 
+    def takes_time(self, sizes: Sequence[float]) -> bool:
+        """Return whether any message of these bytes takes time on any link."""
+        return bool(self.latency or self.node_latency or ((self.per_byte or self.node_per_byte) and any(sizes)))
+
 
 FREE = Network()
 

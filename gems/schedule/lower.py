@@ -2,48 +2,129 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
+from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies, transfers_after
+from gems.schedule.costs import FREE, Network, StageCosts
+from gems.schedule.dependencies import boundary_of, dependencies, transfers_after
+from gems.schedule.ledger import TOLERANCE
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
 
 RECEIVES_AHEAD = 1
 GRAPH_RECEIVES_AHEAD = 8  # stages of a graph are single operators
 MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
+Receives = list[tuple[Action, int]]  # of a rank, each with the index in its row of the first action that needs it
 
 
-def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Schedule:
+def add_transfers(
+    schedule: Schedule,
+    costs: StageCosts | None = None,
+    network: Network = FREE,
+    cap: float | None = None,
+    receives_ahead: int | None = None,
+) -> Schedule:
     """Insert sends after the compute whose data they carry, and receives ahead of the compute that needs it.
 
-    A receive only posts a buffer, so it comes `receives_ahead` compute actions early: a message then finds its
-    buffer while the rank still computes. More would only hold more buffers. Without a number it is 1 in a chain, 8 in
-    a graph of stages, where several actions may need what one receive brings: it comes ahead of the first.
+    A message sets out when both of its sides are posted. With `costs`, each receive is posted as late as it may be
+    without making its message late in the simulated step: the longer the link takes, the earlier. It is posted at least
+    `receives_ahead` compute actions early, by default 1 in a chain and 8 in a graph of stages. More would only hold
+    more buffers. What several actions need comes ahead of the first.
+
+    Posting never blocks, and a receive always precedes what needs it, so no posting time makes a deadlock.
     """
-    is_graph = schedule.placement.feeders is not None
     if receives_ahead is None:
-        receives_ahead = GRAPH_RECEIVES_AHEAD if is_graph else RECEIVES_AHEAD
+        receives_ahead = RECEIVES_AHEAD if schedule.placement.feeders is None else GRAPH_RECEIVES_AHEAD
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
+    readers = [_first_readers(row, posted) for row in schedule.rows]
+    places = [[max(0, reader - receives_ahead) for _, reader in needed] for needed in readers]
+    if costs is not None and network.takes_time(costs.boundary_bytes):
+        with contextlib.suppress(ScheduleError):  # of a list that would not run, which is for the validator to name
+            latest = _latest_places(schedule, posted, readers, costs, network, cap)
+            places = [list(map(min, *both)) for both in zip(places, latest, strict=True)]
+    return _with_receives(posted, readers, places)
+
+
+def _first_readers(row: Sequence[Action], posted: Schedule) -> list[tuple[Action, int]]:
+    """Return the receives that a rank's actions need, each with the index of the first action that needs it."""
+    first: dict[Action, int] = {}
+    for i, action in enumerate(row):
+        for need in dependencies(action, posted):
+            if need.kind in RECV_KINDS:
+                first.setdefault(need, i)
+    return list(first.items())
+
+
+def _latest_places(
+    schedule: Schedule,
+    posted: Schedule,
+    readers: Sequence[Receives],
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+) -> list[list[int]]:
+    """Return for each receive of each rank the last index in its row at which the posting delays nothing.
+
+    The step is simulated with receives that are never late. A receive is then posted by the start of the action that
+    needs it less the time on the link; if messages compete for links, by the end of the action that makes the data, so
+    that all of them set out as in that step.
+    """
+    if network.has_contention:
+        schedule = _with_receives(posted, readers, [[0] * len(needed) for needed in readers])
+    step = simulate(schedule, costs, network, cap)
+    times = [
+        [time for time in zip(row, starts, ends, strict=True) if time[0].kind in MADE_KINDS]
+        for row, starts, ends in zip(schedule.rows, step.start, step.end, strict=True)
+    ]
+    made = {action: end for row in times for action, _, end in row} if network.has_contention else {}
+    found = []
+    for rank, (needed, row) in enumerate(zip(readers, times, strict=True)):
+        # when the rank comes to each action
+        free = list(accumulate((0.0 if a.kind in COPY_KINDS else end for a, _, end in row[:-1]), max, initial=0.0))
+        latest = []
+        for receive, reader in needed:
+            (send,) = dependencies(receive, posted)
+            delay, limit = 0.0, row[reader][1]
+            if network.has_contention:
+                limit = made[dependencies(send, posted)[0]]
+            else:
+                size = costs.boundary_bytes[boundary_of(receive)]
+                delay = network.delay(posted.rank_of(send), rank, size)
+            latest.append(bisect_right(free, limit, key=lambda time, delay=delay: time + delay) - 1)
+        found.append(latest)
+    return found
+
+
+def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]) -> Schedule:
+    """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
     rows = []
-    for row in schedule.rows:
-        receives = [[need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row]
-        if is_graph:  # of a receive that several actions need the first place stays
-            first: dict[Action, int] = {}
-            for i, some in enumerate(receives):
-                receives[i] = [one for one in some if first.setdefault(one, i) == i]
-        receives += [[]] * receives_ahead
-        lowered = [receive for needed in receives[:receives_ahead] for receive in needed]
-        for action, needed in zip(row, receives[receives_ahead:], strict=True):
-            lowered += needed
+    for rank, row in enumerate(posted.rows):
+        receives: list[list[Action]] = [[] for _ in row]
+        for (receive, _), place in zip(readers[rank], places[rank], strict=True):
+            receives[place].append(receive)
+        lowered: list[Action] = []
+        for action, first in zip(row, receives, strict=True):
+            lowered += first
             lowered.append(action)
-            lowered += [send for send, _, _ in transfers_after(action, schedule)]
+            lowered += [send for send, _, _ in transfers_after(action, posted)]
         rows.append(tuple(lowered))
     return _with_needs(posted, tuple(rows), posted.passes)
 
 
-def lower(schedule: Schedule) -> Schedule:
-    """Run all passes: transfers, and for training one fused gradient reduction of each rank and the optimizer step."""
-    lowered = add_transfers(schedule)
+def lower(
+    schedule: Schedule, costs: StageCosts | None = None, network: Network = FREE, cap: float | None = None
+) -> Schedule:
+    """Run all passes: transfers, and for training one fused gradient reduction of each rank and the optimizer step.
+
+    With `costs`, receives are posted early enough for the time on the links of `network`; see `add_transfers`.
+    """
+    lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
         return lowered
     rows = []
@@ -64,3 +145,35 @@ def compute_only(schedule: Schedule) -> Schedule:
     """Take out again what lowering put in: all but the compute actions and what copies to host memory."""
     rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())
+
+
+def check_receives(schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None) -> None:
+    """Check that no rank of a lowered list waits for a message that a late receive has delayed.
+
+    Raises:
+        ScheduleError: names the first such receive; the step would be shorter with an earlier one.
+    """
+    early = add_transfers(compute_only(schedule), receives_ahead=max(map(len, schedule.rows)))
+    at_best, step = (simulate(each, costs, network, cap) for each in (early, schedule))
+    could = {
+        action: start
+        for row, starts in zip(early.rows, at_best.start, strict=True)
+        for action, start in zip(row, starts, strict=True)
+    }
+    times = {
+        action: (start, rank)
+        for rank, (row, starts) in enumerate(zip(schedule.rows, step.start, strict=True))
+        for action, start in zip(row, starts, strict=True)
+        if action in could
+    }
+    for action, (start, rank) in sorted(times.items(), key=lambda item: item[1][0]):
+        late = start - could[action]
+        if action.kind not in MADE_KINDS or late <= TOLERANCE * max(1.0, start):
+            continue
+        for need in dependencies(action, schedule):
+            sent = times[dependencies(need, schedule)[0]][0] if need.kind in RECV_KINDS else math.inf
+            if times[need][0] > sent:
+                raise ScheduleError(
+                    rank, need,
+                    f"is posted at {times[need][0]:g} and its message ready at {sent:g}: {action} starts {late:g} late",
+                )  # fmt: skip

@@ -185,7 +185,7 @@ class _Simulator:
             out, into = self.network.lanes(sender[0], receiver[0])
             ways = [(out, Kind.SEND_F), (into, Kind.RECV_F)]
             depart = self.pass_through(ways, depart, transmission)
-        arrival = depart + latency + transmission
+        arrival = depart + (latency + transmission)
         for there, index, _ in (mine, other):
             self.end[there][index] = arrival
         self.finish(receive, arrival)
