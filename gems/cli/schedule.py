@@ -49,8 +49,8 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         for rank, row in enumerate((lowered if LOWERED in options.flags else made).rows):
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
-    step = simulate(made, costs, plan.network)
-    print(grid(made, step, unit=shortest_time(made, costs)))
+    step = simulate(lowered, costs, plan.network)
+    print(grid(lowered, step, unit=shortest_time(made, costs)))
     cost = plan.costs
     print(
         f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "

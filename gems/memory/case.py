@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,8 @@ from gems.profile import ModelProfile
 from gems.schedule.action import COMPUTE_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
-from gems.schedule.lower import lower
+from gems.schedule.ledger import TOLERANCE
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 
@@ -43,13 +45,13 @@ class MemoryCase:
         return self.outcome(MemoryPlan.keeping(self.boundaries))
 
     def lowered(self, plan: MemoryPlan) -> Schedule:
-        """Return the schedule that ranks run under a plan."""
+        """Return the schedule under a plan, each receive posted with the fewest buffers."""
         return lower(add_memory(self.schedule, plan))
 
     def peak_bytes(self, plan: MemoryPlan, ranks: Iterable[int] | None = None) -> Iterator[int]:
         """Yield the peak bytes on the device of each of the ranks (default: all) under a plan."""
         plan = replace(plan, least_bytes=self.least_bytes)
-        for timeline in self._timelines(plan, self.lowered(plan), ranks):
+        for timeline in self.timelines(plan, self.lowered(plan), ranks):
             yield timeline.peak_bytes
 
     def static_blocks(self, rank: int) -> Iterator[int]:
@@ -61,12 +63,25 @@ class MemoryCase:
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
-        ranks = tuple(self._timelines(plan, schedule))
+        ranks = tuple(self.timelines(plan, schedule))
         return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
 
-    def _timelines(
+    def with_early_receives(self, outcome: PlanOutcome) -> PlanOutcome:
+        """Return the outcome with receives posted in time for their links, if that is faster and the buffers fit."""
+        plan, costs = outcome.plan, outcome.costs
+        schedule = lower(compute_only(outcome.schedule), costs, self.network)
+        if schedule.rows == outcome.schedule.rows:
+            return outcome
+        step, ranks = simulate(schedule, costs, self.network), tuple(self.timelines(plan, schedule))
+        early = PlanOutcome(plan, schedule, costs, ranks, step)
+        limit = sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
+        is_better = step.span < outcome.step_s * (1 - TOLERANCE) and max(early.peak_bytes) <= limit
+        return early if is_better else outcome
+
+    def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None
     ) -> Iterator[RankTimeline]:
+        """Yield the bytes along a lowered schedule under a plan, for each of the ranks (default: all)."""
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
             yield rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
 

@@ -23,7 +23,7 @@ from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule.families.gpipe import gpipe
-from gems.schedule.lower import lower
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
@@ -154,6 +154,8 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
 def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """Return the partition of a resolved run: as given in parallel.boundaries, or by the configured method.
 
+    It depends on what the ranks compute, and not on how early they post their receives, which depends on its costs.
+
     Raises:
         ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
             cannot be had.
@@ -161,6 +163,7 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """
     given, num_stages = spec.parallel.boundaries, schedule.num_stages
     num_layers, needs_profile = len(layers_of(spec.model, spec.data)), _needs_profile(spec, schedule)
+    schedule = lower(compute_only(schedule))
     check_depth(spec, num_stages, num_layers)
     case = partition_case(spec, schedule) if spec.machine.device_bytes is not None or needs_profile else None
     if given is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
+from gems.memory.case import PlanOutcome
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
 from gems.memory.registry import plan_within
 from gems.memory.timeline import rank_timeline, segment_costs, stage_costs
@@ -32,9 +33,17 @@ from gems.schedule.ledger import in_flight
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, linear, looped
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN
+from gems.schedule.simulate import EVEN, simulate
 from gems.simulation.build import compute_schedule
-from gems.simulation.costs import network_in_seconds, parts_s, schedule_costs, slowest_replica, with_all_reduce
+from gems.simulation.costs import (
+    activation_cap,
+    network_in_seconds,
+    network_in_units,
+    parts_s,
+    schedule_costs,
+    slowest_replica,
+    with_all_reduce,
+)
 from gems.simulation.memory_case import fits_host, memory_case
 from gems.simulation.profiled_costs import PROFILE, profiled_costs
 
@@ -246,7 +255,7 @@ class Planner:
             if max(peaks) <= limit:
                 if made.is_by_bytes:
                     made, peaks = self._faster(one, made, peaks, limit)
-                schedule = lower(made.compute)
+                schedule, peaks = self._as_run(one, made, peaks, limit)
                 if made.run.machine.kind == "real":
                     spans = self.model(one.micro_batch_size).spans
                     costs = stage_costs(spans, made.boundaries)
@@ -256,9 +265,21 @@ class Planner:
                 return self._simulated(one, made, schedule, costs, peaks, (0,) * len(peaks))
         return TooLarge(least)
 
-    def _peak_bytes(self, one: Candidate, made: _Scheduled) -> tuple[int, ...]:
+    def _peak_bytes(self, one: Candidate, made: _Scheduled, schedule: Schedule | None = None) -> tuple[int, ...]:
         model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
-        return model.peak_bytes(lower(made.compute), made.boundaries)
+        return model.peak_bytes(schedule or lower(made.compute), made.boundaries)
+
+    def _as_run(
+        self, one: Candidate, made: _Scheduled, peaks: tuple[int, ...], limit: int
+    ) -> tuple[Schedule, tuple[int, ...]]:
+        """Return the list that a run has, and its peaks: with receives in time for the links, if their buffers fit."""
+        fewest, run = lower(made.compute), made.run
+        costs = schedule_costs(run, fewest.placement)
+        early = lower(made.compute, costs, network_in_units(run), activation_cap(run))
+        if early.rows == fewest.rows:
+            return fewest, peaks
+        others = self._peak_bytes(one, made, early)
+        return (early, others) if max(others) <= limit else (fewest, peaks)
 
     def _faster(
         self, one: Candidate, made: _Scheduled, peaks: tuple[int, ...], limit: int
@@ -297,8 +318,10 @@ class Planner:
             elif fits_host(run, on_host):
                 rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
                 costs = segment_costs(model.profile, plan, schedule, *rates)
+                step = simulate(schedule, costs, case.network)
+                found = case.with_early_receives(PlanOutcome(plan, schedule, costs, tuple(timelines), step))
                 costs = with_all_reduce(run, costs, schedule.placement, made.boundaries, model.spans)
-                return self._simulated(one, made, schedule, costs, peaks, on_host)
+                return self._simulated(one, made, found.schedule, costs, found.peak_bytes, on_host)
         return TooLarge(least)
 
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:

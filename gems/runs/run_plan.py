@@ -94,6 +94,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
     boundaries = partition_model(run, schedule).boundaries
+    schedule = _within_device(run, schedule, boundaries)
     if spec.memory.name == "keep":
         return RunPlan(spec, run.cost, schedule, boundaries, profile_used(run, schedule))
     case = memory_case(run, compute_only(schedule), boundaries)
@@ -183,6 +184,18 @@ def _within_layers(spec: RunSpec) -> RunSpec:
         return spec
     most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
     return replace(spec, schedule=replace(spec.schedule, max_stages=most))
+
+
+def _within_device(run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
+    """Return the schedule, or where the buffers of its early receives do not fit, that with the fewest buffers.
+
+    The bytes of the latter are those that the partition was checked with.
+    """
+    limit, fewest = run.machine.device_bytes, lower(compute_only(schedule))
+    if limit is None or schedule.rows == fewest.rows:
+        return schedule
+    peaks = partition_case(run, schedule).peak_bytes(boundaries)
+    return schedule if max(peaks) <= limit else validate(fewest)
 
 
 def _outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:

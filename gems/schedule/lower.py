@@ -7,7 +7,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from operator import add
 
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Action, Kind
@@ -96,7 +98,7 @@ def _latest_places(
             else:
                 size = costs.boundary_bytes[boundary_of(receive)]
                 delay = network.delay(posted.rank_of(send), rank, size)
-            latest.append(bisect_right(free, limit, key=lambda time, delay=delay: time + delay) - 1)
+            latest.append(bisect_right(free, limit, key=partial(add, delay)) - 1)
         found.append(latest)
     return found
 

@@ -62,12 +62,15 @@ def search_schedule(spec: RunSpec) -> dict[str, Any]:
 def lowered_schedule(spec: RunSpec) -> Schedule:
     """Return the lowered, validated schedule of a resolved run: the one list that ranks run.
 
+    Its receives are posted in time for the links of the run, by the run's costs.
+
     Raises:
         ConfigError: as `compute_schedule`, or a cap that the schedule does not keep.
         ScheduleError: a schedule that would not run.
     """
-    made = lower(compute_schedule(spec))
-    return validate(made, schedule_costs(spec, made.placement), activation_cap(spec))
+    made = compute_schedule(spec)
+    costs, cap = schedule_costs(spec, made.placement), activation_cap(spec)
+    return validate(lower(made, costs, network_in_units(spec), cap), costs, cap)
 
 
 def schedule_request(spec: RunSpec) -> Request:

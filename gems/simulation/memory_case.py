@@ -39,7 +39,11 @@ def memory_case(
 
 
 def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanOutcome:
-    """Return the outcome of a memory plan among all replicas: policies plan for one, which reduces nothing."""
+    """Return the outcome of a memory plan as it runs: among all replicas, with receives in time for the links.
+
+    Policies plan for one replica, which reduces nothing, and with as few posted buffers as can be.
+    """
+    outcome = case.with_early_receives(outcome)
     schedule, spans = outcome.schedule, profile_storages(case.profile).spans
     costs = with_all_reduce(run, outcome.costs, schedule.placement, case.boundaries, spans)
     _, step = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
+from gems.memory.plan import MemoryPlan
+from gems.memory.timeline import RankTimeline
 from gems.models import layers_of
 from gems.partition.methods import partition_model
 from gems.schedule import CAPPED
@@ -129,7 +132,7 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     return Prediction(
         run, schedule, costs, network, None, step,
         rank_times(schedule, costs, step, network),
-        _memory_over_time(outcome, step),
+        _memory_over_time(outcome.ranks, step),
         memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
         interval, 1.0, 1,
     )  # fmt: skip
@@ -156,13 +159,13 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
     if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
     case = memory_case(run, compute_only(schedule), partition_model(run, schedule).boundaries)
-    return _memory_over_time(case.kept, step)
+    return _memory_over_time(case.timelines(MemoryPlan.keeping(case.boundaries), schedule), step)
 
 
-def _memory_over_time(outcome: PlanOutcome, step: Simulation) -> tuple[RankMemory, ...]:
+def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[RankMemory, ...]:
     """Return each rank's bytes over time: while an action runs, and after it."""
     memory = []
-    for timeline, starts, ends in zip(outcome.ranks, step.start, step.end, strict=True):
+    for timeline, starts, ends in zip(ranks, step.start, step.end, strict=True):
         held = []
         for point, start, end in zip(timeline.points, starts, ends, strict=True):
             kept, host = float(point.activation_bytes), float(point.host_bytes)

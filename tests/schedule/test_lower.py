@@ -48,7 +48,7 @@ def test_before_and_after(case: tuple[str, int, int], expected: str) -> None:
     (9, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
 ])  # fmt: skip
 def test_receives_ahead(receives_ahead: int, expected: str) -> None:
-    assert text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead))[1] == expected
+    assert text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead))[1] == expected
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])

@@ -103,7 +103,7 @@ def test_arrival_is_a_links_time_after_both_sides_are_posted() -> None:
 @pytest.mark.parametrize(("receives_ahead", "start"), [(0, 12.0), (1, 11.5)])
 def test_a_receive_posted_late_makes_the_data_late(receives_ahead: int, start: float) -> None:
     """Rank 1 computes from 1.5 to 11.5, and micro-batch 1 is sent at 2: the buffer stands ready, or not until 11.5."""
-    schedule = add_transfers(generate("gpipe", 2, 2), receives_ahead)
+    schedule = add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead)
     played = play(schedule, lambda action: 10.0 if str(action) == "1F0" else 1.0, link=0.5)
     assert played.start[1][schedule.rows[1].index(Action(Kind.F, 1, 1))] == start
 

@@ -208,7 +208,7 @@ def test_rendezvous_never_deadlocks_a_lowered_list(name: str, num_ranks: int) ->
     network = Network(latency=0.5)
     spans = []
     for receives_ahead in (0, 1, 2, 1000):
-        lowered = validate(add_transfers(made, receives_ahead))
+        lowered = validate(add_transfers(made, receives_ahead=receives_ahead))
         spans.append(simulate(lowered, costs, network).span)
     assert spans == sorted(spans, reverse=True)
     assert spans[-1] == simulate(made, costs, network).span

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import TOLERANCE, peaks
+from gems.schedule.lower import add_transfers
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import CAPPED, Request, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
@@ -74,9 +75,12 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     best: tuple[Simulation, Schedule, str] | None = None
 
     def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
-        """Return the best so far and this schedule's simulation, whichever is faster."""
+        """Return the best so far and this schedule's simulation as ranks run it, whichever is faster."""
+        costs, network = request.costs.stages(schedule.num_stages), request.network
         try:
-            result = simulate(schedule, request.costs.stages(schedule.num_stages), request.network, cap)
+            result = simulate(schedule, costs, network, cap)
+            if best is None or result.span < best[0].span:  # lowered it is no faster
+                result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
         except ScheduleError:
             return best
         return (result, schedule, method) if best is None or result.span < best[0].span else best
