@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from gems.errors import ScheduleError
 from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
+from gems.schedule.costs import DepthCosts, Network, uniform
 from gems.schedule.dependencies import dependencies, transfer_after
-from gems.schedule.lower import add_transfers, compute_only, lower
+from gems.schedule.lower import add_transfers, check_receives, compute_only, lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
 from tests.schedule.drawings import lines, text_of, with_rows
 
@@ -49,6 +52,68 @@ def test_before_and_after(case: tuple[str, int, int], expected: str) -> None:
 ])  # fmt: skip
 def test_receives_ahead(receives_ahead: int, expected: str) -> None:
     assert text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead=receives_ahead))[1] == expected
+
+
+@pytest.mark.parametrize(("latency", "expected"), [
+    (0.0, "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),
+    (1.0, "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),  # needed at 5, so posted by 4: at 3
+    (2.5, "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),  # needed at 6.5, so posted by 4: at 0, not at 4.5
+])  # fmt: skip
+def test_a_receive_is_as_early_as_its_link_asks_for(latency: float, expected: str) -> None:
+    """Rank 1 runs F0 (1 unit) and B0 (2 units) before F1, whose receive may come before either."""
+    lowered = add_transfers(generate("1f1b", 2, 2), uniform(2, 2), Network(latency=latency))
+    assert text_of(lowered)[1] == expected
+
+
+UNEVEN = DepthCosts(6, 1.0, 1.5, 0.5, times=(1.0, 3.0, 1.0), activations=(3.0, 4.0, 1.0, 8.0, 9.0, 7.0))
+
+
+@pytest.mark.parametrize(
+    ("made", "depth", "link", "one_ahead", "in_time"),
+    [
+        (generate("interleaved_1f1b", 6, 32), UNEVEN, 1.0, 176.5, 169.3),
+        (generate("looped_bfs", 4, 14, chunks=3), DepthCosts(4), 1.5, 94.0, 178 / 3),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_receives_in_time_cost_the_step_nothing(
+    made: Schedule, depth: DepthCosts, link: float, one_ahead: float, in_time: float
+) -> None:
+    costs, network = depth.stages(made.num_stages), Network(latency=link)
+    late, early = lower(made), lower(made, costs, network)
+    spans = [simulate(each, costs, network).span for each in (late, early, made)]
+    assert spans == pytest.approx([one_ahead, in_time, in_time])
+    check_receives(early, costs, network)
+    with pytest.raises(ScheduleError, match=r"RECV_.*: is posted at .* and its message ready at .* late"):
+        check_receives(late, costs, network)
+
+
+NETWORKS = (Network(0.1), Network(2.3), Network(0.3, 0.4, 2, 0.0, 0.1), Network(1.0, 0.5, 2, has_contention=True))
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=("quick", "slow", "nodes", "contention"))
+@pytest.mark.parametrize("p", [2, 5])
+@pytest.mark.parametrize("name", published())
+def test_no_list_waits_for_a_late_receive(name: str, p: int, network: Network) -> None:
+    """The step takes what it takes with all receives posted at its start, also if messages compete for links."""
+    made = generate(name, p, 12, 2)
+    costs = DepthCosts(p, 1.0, 1.2, 0.8, boundary_bytes=1.0, times=(1.0, 3.0, 0.4)).stages(made.num_stages)
+    lowered = validate(lower(made, costs, network))
+    early = simulate(add_transfers(made, receives_ahead=1000), costs, network)
+    assert simulate(lowered, costs, network).span == early.span
+    assert network.has_contention or early.span == simulate(made, costs, network).span
+    assert compute_only(lowered) == made
+    check_receives(lowered, costs, network)
+    for row, fewest in zip(lowered.rows, lower(made).rows, strict=True):
+        assert sorted(row) == sorted(fewest)
+
+
+def test_a_list_that_would_not_run_is_left_to_the_validator() -> None:
+    stuck = with_rows(generate("gpipe", 2, 2), ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])
+    lowered = lower(stuck, uniform(2, 2), Network(latency=1.0))
+    assert lowered == lower(stuck)
+    with pytest.raises(ScheduleError, match="never comes"):
+        validate(lowered)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])

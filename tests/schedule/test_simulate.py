@@ -69,7 +69,7 @@ def test_1f1b_takes_33_units_because_receives_only_post() -> None:
 @pytest.mark.parametrize("link", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("name", published())
 def test_compute_only_and_lowered_take_the_same_time(name: str, link: float) -> None:
-    """Lowered may only be later where a receive one action ahead is posted after the data was ready to go."""
+    """Lowered without costs it may be later, if a receive one action ahead is posted after the data was ready to go."""
     for p, n, parts in ((1, 2, 1), (2, 4, 2), (5, 12, 2)):
         if name == "gems_mast":
             parts = n // 2
