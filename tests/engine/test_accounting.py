@@ -10,23 +10,26 @@ from torch import nn
 
 from gems.engine.executor import Batch
 from gems.engine.supervision.recorder import COMPUTE, LINK
+from gems.memory.model import boundary_tensors
 from gems.models.build import TensorSpec
 from gems.schedule import generate
 from gems.schedule.action import RANK_KINDS
-from gems.schedule.costs import StageCosts
+from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.ledger import peaks
-from gems.schedule.lower import lower
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
 from gems.trace import KINDS
+from tests.engine.planned import watch
 from tests.engine.rig import SIZE, WIDTH, Rig, images_and_labels
 
 DEEP = 24
 PER_TENSOR = SIZE * WIDTH * 4
 
 
-def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int) -> Rig:
+def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int, link: float = 0.0) -> Rig:
     """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
-    schedule = validate(lower(generate(family, num_ranks, num_micro_batches, parts)))
+    made = generate(family, num_ranks, num_micro_batches, parts)
+    schedule = validate(lower(made, uniform(num_ranks, made.num_stages), Network(latency=link)))
     boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (schedule.num_stages - 1)
     modules = {
         held: [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(DEEP))]
@@ -75,6 +78,29 @@ def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank
     loss_bytes = max(stage.stash_bytes for stage in rig.stages.values()) - stash
     buffers = peak - in_flight * stash
     assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
+
+
+@pytest.mark.parametrize("link", [0.0, 1.5, 4.0])
+@pytest.mark.parametrize(("family", "rank"), [("gpipe", 2), ("1f1b", 0), ("1f1b", 2), ("looped_bfs", 1)])
+def test_buffers_of_receives_are_those_that_the_memory_model_counts(family, rank, link):
+    """After each action of the row, however early a receive is posted for its link."""
+    rig = deep_rig(family, 4, 8, 1, rank, link)
+    schedule, seen = rig.executor.schedule, []
+    is_early = schedule.rows[rank] != lower(compute_only(schedule)).rows[rank]
+    assert is_early == (link == 4.0) or link == 1.5
+    images, labels = images_and_labels(8)
+    batch = Batch({}, labels) if schedule.placement.rank_of(0, 0) != rank else Batch(images, labels)
+    watch(rig, lambda action: seen.append(rig.memory.held_bytes - rig.executor.activations.held_bytes))
+    for step in range(2):
+        seen.clear()
+        rig.run(batch, step)
+    counts, actions = boundary_tensors(schedule, rank)
+    expected = [
+        PER_TENSOR * sum(count["inputs"] + count["gradients"] for count in counts.values())
+        for _, has_run in actions
+        if has_run
+    ]
+    assert [held - seen[-1] for held in seen] == expected
 
 
 SPLIT = [

@@ -15,7 +15,7 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.schedule import FAMILIES, generate, published
-from gems.schedule.lower import lower
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
 from gems.simulation.build import lowered_schedule
 from tests.engine import toys
@@ -83,6 +83,16 @@ def test_a_schedule_found_under_a_cap(comm, cap):
     )  # fmt: skip
     found = lowered_schedule(spec) if comm.rank == 0 else None
     check(comm, spec, broadcast(comm, found))
+
+
+@pytest.mark.parametrize("link", [2.5, 1000.0])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_v", "looped_bfs"])
+def test_receives_far_ahead_for_slow_links(comm, name, link):
+    """Of the second link some ranks post all that their first actions leave room for."""
+    spec = make_spec(name, 4, model__depth=20, parallel__micro_batches=8, cost__link=link)
+    made = lowered_schedule(spec)
+    assert made.rows != lower(compute_only(made)).rows
+    check(comm, spec, made)
 
 
 HALVES = [("1f1b", 0), ("1f1b", 2), ("gpipe", None), ("layer_parallel", 1), ("gems_master", 0), ("gems_master", 1)]
