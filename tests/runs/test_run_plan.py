@@ -12,13 +12,16 @@ import gems.partition.methods
 import gems.runs.run_plan
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
-from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec
+from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
 from gems.errors import DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import plan_run
+from gems.runs.run_plan import plan_run, predict_peak
 from gems.schedule.action import Kind
+from gems.schedule.lower import compute_only, lower
+from gems.schedule.simulate import simulate
+from gems.simulation.costs import network_in_seconds
 from gems.utils.atomic_io import read_json
 from tests.engine import toys
 from tests.partition.profiles import random_profile
@@ -49,6 +52,31 @@ def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
 def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
     made = plan_run(replace(spec, memory=MemoryConfig()))
     assert made.memory_plan is None and made.schedule.num_segments == (None, None)
+
+
+def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec) -> None:
+    """The cut is the same; the buffers of early receives may be what a device has no room for."""
+    roomy = replace(spec.machine, device_bytes=10**9)
+    kept = replace(
+        spec, schedule=ScheduleConfig("gpipe"), memory=MemoryConfig(), cost=CostConfig(link=8.0), machine=roomy
+    )
+    early, fewest = plan_run(kept), plan_run(replace(kept, cost=CostConfig()))
+    assert early.schedule.rows != fewest.schedule.rows == lower(compute_only(early.schedule)).rows
+    assert early.boundaries == fewest.boundaries
+    most, least = predict_peak(early), predict_peak(fewest)
+    assert most is not None and least is not None and most.device_bytes > least.device_bytes
+    for device_bytes, expected in ((most.device_bytes, early), (least.device_bytes, fewest)):
+        made = plan_run(replace(kept, machine=replace(roomy, device_bytes=device_bytes)))
+        assert made.schedule.rows == expected.schedule.rows
+
+
+def test_a_policy_has_early_receives_if_they_are_faster(spec: RunSpec) -> None:
+    slow = replace(spec, machine=replace(spec.machine, link_latency_s=2.0))
+    early = plan_run(slow).memory
+    assert early is not None
+    fewest = lower(compute_only(early.schedule))
+    assert early.schedule.rows != fewest.rows
+    assert early.step_s < simulate(fewest, early.costs, network_in_seconds(slow)).span
 
 
 def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:
