@@ -109,7 +109,7 @@ def test_no_list_waits_for_a_late_receive(name: str, p: int, network: Network) -
 
 
 def test_a_list_that_would_not_run_is_left_to_the_validator() -> None:
-    stuck = with_rows(generate("gpipe", 2, 2), ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])
+    stuck = with_rows(generate("gpipe", 2, 2), ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
     lowered = lower(stuck, uniform(2, 2), Network(latency=1.0))
     assert lowered == lower(stuck)
     with pytest.raises(ScheduleError, match="never comes"):
