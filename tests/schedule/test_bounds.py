@@ -5,11 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gems.errors import ConfigError
 from gems.schedule import FAMILIES, generate
 from gems.schedule.costs import DepthCosts, uniform
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.validate import validate
 from tests.schedule.closed_forms import bubble, peak_units, step_units
 
 RANKS = range(1, 17)
@@ -81,6 +85,59 @@ def test_loops(p: int, chunks: int) -> None:
 def test_published_peaks_of_interleaved_1f1b(p: int, v: int, peak: float) -> None:
     assert p * (1 + (p - 1) / (p * v)) == peak == peak_units("interleaved_1f1b", p, 4 * p, chunks=v)
     assert max(play(build("interleaved_1f1b", p, 4 * p, EVEN, chunks=v), EVEN).peak) == peak
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("p", [*range(1, 9), 13, 16])
+def test_group_interleaved(p: int, chunks: int) -> None:
+    """Groups of P / 2 to P: G pairs a chunk and P more are held, and the first rank waits for its first I alone."""
+    for group, more in product(range((p + 1) // 2, p + 1), ((), ((p + 1) // 2,))):
+        sizes = (group, group, group, *more)
+        held, n = ((chunks - 1) * group + p) / chunks, sum(sizes)
+        made = build("group_interleaved", p, n, EVEN, chunks=chunks, cap=held)
+        if n >= p:
+            check(
+                "group_interleaved",
+                p,
+                n,
+                EVEN,
+                3 * n + p - (1 + (chunks - 1) * group) / chunks,
+                chunks=chunks,
+                cap=held,
+            )
+            assert max(play(made, EVEN).peak) == pytest.approx(min(n, held))
+        for cost in COSTS:
+            assert max(play(build("group_interleaved", p, n, cost, chunks=chunks, cap=held), cost).peak) <= held + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(2, 5), st.floats(1, 12))
+def test_group_interleaved_keeps_any_cap(p: int, n: int, chunks: int, cap: float) -> None:
+    try:
+        made = build("group_interleaved", p, n, EVEN, chunks=chunks, cap=cap)
+    except ConfigError:
+        assert cap < (2 * p + 9) / 3
+        return
+    peak = peak_units("group_interleaved", p, n, chunks=chunks, cap=cap)
+    played = play(validate(made), EVEN)
+    assert peak is not None
+    assert max(played.peak) <= peak + 1e-9 <= cap + 2e-9
+    expected = form("group_interleaved", p, n, EVEN, chunks=chunks, cap=cap)
+    assert expected is None or played.span == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "cap", "cost", "most"),
+    [
+        (16, 64, 9, EVEN, 200.875), (16, 64, 10, EVEN, 200.875), (16, 64, 9, (1, 1.2, 0.8), 204.625),
+        (16, 64, 7, EVEN, 212.375), (12, 48, 6.75, EVEN, 150.625), (8, 32, 4.5, EVEN, 100.375),
+    ],
+)  # fmt: skip
+def test_group_interleaved_under_a_cap(p: int, n: int, cap: float, cost: Cost, most: float) -> None:
+    """Eight chunks a rank, below half of 1F1B's memory and a little above."""
+    played = play(build("group_interleaved", p, n, cost, chunks=8, cap=cap), cost)
+    assert played.span <= most + 1e-9
+    assert max(played.peak) <= cap + 1e-9
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -196,6 +253,9 @@ OUT_OF_RANGE = [
     ("chimera", 4, 8, EVEN, {}),
     ("interleaved_1f1b", 4, 13, EVEN, {}),
     ("1f1b", 4, 8, EVEN, {"cap": 0.5}),
+    ("group_interleaved", 4, 3, EVEN, {}),
+    ("group_interleaved", 8, 32, EVEN, {"cap": 5}),
+    ("group_interleaved", 4, 8, (1, 2, 1), {}),
 ]
 
 

@@ -46,6 +46,17 @@ PICTURES: list[tuple[str, int, dict[str, object], tuple[float, float, float], fl
         F0a F1a F0b F1b ... ... B0b B1b B0a B1a
         ... F0a F1a F0b F1b B0b B1b B0a B1a ...
     """),
+    ("group_interleaved", 4, {"chunks": 2, "cap": 3}, SPLIT, 0.5,
+        "\n"
+        "        F0a F1a ... ... F0b F1b F2a F3a ... ... ... I0b W0b F2b I1b W1b F3b "
+        "I0a W0a I1a W1a I2b W2b I3b W3b I2a W2a I3a W3a\n"
+        "        ... F0a F1a ... ... F0b F1b F2a ... ... I0b F3a I1b W0b F2b I0a W1b F3b "
+        "I1a W0a I2b W1a I3b W2b I2a W3b I3a W2a W3a\n"
+        "        ... ... F0a F1a ... ... F0b F1b ... I0b F2a I1b F3a I0a W0b F2b I1a W1b F3b "
+        "I2b W0a I3b W1a I2a W2b I3a W3b W2a W3a\n"
+        "        ... ... ... F0a F1a ... ... F0b I0b F1b I1b F2a I0a F3a W0b I1a F2b I2b W1b F3b "
+        "I3b W0a I2a W1a I3a W2b W3b W2a W3a\n"
+        "    "),
     ("zb_h1", 6, {}, SPLIT, 1, """
         F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
         .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5

@@ -64,7 +64,19 @@ def test_dualpipe_v_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: i
 @pytest.mark.parametrize(("p", "n"), [*SIZES, (5, 13)])
 @pytest.mark.parametrize(
     "name",
-    ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"],
+    [
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "group_interleaved",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+    ],
 )
 def test_torch_accepts(schedules: ModuleType, name: str, p: int, n: int) -> None:
     made = generate(name, p, n)
