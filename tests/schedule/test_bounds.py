@@ -167,14 +167,49 @@ def test_v_shapes_with_equal_times(p: int) -> None:
         if n >= 2 * p - 1:
             assert idle_inside(build("zb_v", p, n, EVEN), EVEN) == pytest.approx(0)
         if p >= 3:
-            check("v_half", p, n, EVEN, 3 * n + full / 2 - 0.5)
-        if p >= 2:
-            check("v_min", p, n, EVEN, 3 * n + full * 2 / 3 - 0.5)
+            check("v_half", p, n, EVEN, 3 * n + full / 2 - (0.5 if p % 2 else 2))
+            check("v_min", p, n, EVEN, 3 * n + full * 2 / 3 - (1.5, 0.5, 2.5)[p % 3])
         if n >= 2 * p:
             check("dualpipe_v", p, n, EVEN, 3 * n + (p - 1) / 2)
             assert idle_inside(build("dualpipe_v", p, n, EVEN), EVEN) == pytest.approx((p - 1) / 2)
-    if p >= 2:
-        check("v_min", p, 1, EVEN, 3 + full * 2 / 3 - 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "n", "span"),
+    [("v_half", 8, 32, 104.5), ("v_half", 16, 64, 212.5), ("v_min", 9, 36, 122.5), ("v_min", 12, 48, 164.5)],
+)
+def test_v_shapes_are_as_fast_as_their_authors(name: str, p: int, n: int, span: float) -> None:
+    assert play(build(name, p, n, EVEN), EVEN).span == span
+
+
+@pytest.mark.parametrize("p", [*range(1, 11), 12, 16])
+def test_v_adaptive(p: int) -> None:
+    """Under any cap: from 7/8 of P on the last rank waits for its first F and I alone; never slower than V-Half."""
+    for held in {2 * ((p + 4) // 3), p + 2, (7 * p + 3) // 4, 2 * p - 1, 2 * p, 2 * p + 2}:
+        cap, used = held / 2, min(held, 2 * p)
+        if held < 2 * ((p + 4) // 3):
+            continue
+        for n in (2 * p, 2 * p + 3):
+            played = play(validate(build("v_adaptive", p, n, EVEN, cap=cap), cap=cap), EVEN)
+            peak = peak_units("v_adaptive", p, n, cap=cap)
+            assert peak is not None
+            assert max(played.peak) <= peak <= cap
+            if 4 * used >= 7 * p:
+                expected = 3 * n + (3 * p - 1 - used) / 2
+                assert played.span == form("v_adaptive", p, n, EVEN, cap=cap) == expected
+            if held >= 2 * ((p + 2) // 2):
+                assert played.span <= play(build("v_half", p, n, EVEN), EVEN).span
+
+
+def test_v_adaptive_at_some_caps() -> None:
+    for p, n, cap, span in (
+        (8, 32, 4, 107.5),
+        (8, 32, 6, 101.5),
+        (16, 64, 9, 212.5),
+        (16, 64, 11, 206.5),
+        (16, 64, 12, 204),
+    ):
+        assert play(build("v_adaptive", p, n, EVEN, cap=cap), EVEN).span == span
 
 
 @pytest.mark.parametrize("p", [*range(1, 17), 24, 33])
@@ -247,7 +282,10 @@ OUT_OF_RANGE = [
     ("zb_h2", 4, 6, (2, 3, 1), {}),  # needs N >= 2 P - 1
     ("zb_v", 4, 8, (1, 1.5, 0.5), {}),
     ("v_half", 4, 3, EVEN, {}),
-    ("v_min", 1, 4, EVEN, {}),
+    ("v_min", 2, 4, EVEN, {}),
+    ("v_min", 4, 3, EVEN, {}),
+    ("v_adaptive", 8, 32, EVEN, {"cap": 6.5}),
+    ("v_adaptive", 4, 7, EVEN, {}),
     ("dualpipe_v", 4, 7, EVEN, {}),
     ("chimera", 4, 6, (1, 0.5, 0.5), {}),
     ("chimera", 4, 8, EVEN, {}),
@@ -285,7 +323,7 @@ def test_every_family_but_the_searched_one_has_both_forms() -> None:
         ("zb_h2", 8, (1, 3, 2), 8 * 6 + 3 * max(1, 0)),
         ("zb_h2", 6, (2, 3, 1), 6 * 6 + 3 * max(2, 3)),
         ("zb_v", 3, EVEN, 3 * 3 + 3 / 2),
-        ("v_half", 2, EVEN, 2 * 3 + 4),
+        ("v_half", 2, EVEN, 2 * 3 + 5 / 2),
         ("chimera", 6, (1, 0.5, 0.5), 2 * 6 + 2),
         ("interleaved_1f1b", 13, EVEN, 13 * 3 + 9 / 2),
     ],

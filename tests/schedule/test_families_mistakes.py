@@ -20,6 +20,8 @@ MISTAKES: list[tuple[str, int, int, dict[str, object], str]] = [
     ("group_interleaved", 4, 8, {"cap": 1},
      "schedule.activation_cap=1: must be 3 or more for group_interleaved with 2 chunks on 4 ranks; "
      "raise it, or use schedule=capped"),
+    ("v_adaptive", 8, 16, {"cap": 3.5},
+     "schedule.activation_cap=3.5: must be 4 or more for v_adaptive on 8 ranks; raise it, or use schedule=capped"),
     ("dualpipe_v", 4, 7, {},
      "parallel.micro_batches=7: must be 8 or more for dualpipe_v, twice parallel.partitions=4; "
      "use more micro-batches, or schedule=zb_v"),
@@ -45,6 +47,7 @@ def test_one_line_says_what_is_wrong(name: str, p: int, n: int, more: dict[str, 
         ("interleaved_1f1b", 4, 8, {"chunks": 2}),
         ("looped_bfs", 4, 8, {"chunks": 2}),
         ("group_interleaved", 4, 8, {"chunks": 2, "cap": 3}),
+        ("v_adaptive", 8, 16, {"cap": 4}),
         ("dualpipe_v", 4, 8, {}),
         ("chimera", 4, 8, {}),
         ("gems_zb", 4, 2, {}),

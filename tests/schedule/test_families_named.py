@@ -74,7 +74,7 @@ def test_1f1b_comes_with_the_most_in_flight_that_the_cap_allows() -> None:
 
 def test_placements_that_are_asked_for() -> None:
     for placement, names in (
-        ("v", {"zb_v", "v_half", "v_min", "dualpipe_v"}),
+        ("v", {"zb_v", "v_half", "v_min", "v_adaptive", "dualpipe_v"}),
         ("bidirectional", {"chimera", "gems_mast", "gems_master", "gems_zb"}),
         ("linear", {"layer_parallel", "gpipe", "1f1b", "zb_h1", "zb_h2"}),
         ("wave", set()),

@@ -102,6 +102,17 @@ PICTURES: list[tuple[str, int, dict[str, object], tuple[float, float, float], fl
         "        ... ... F0a F0b ... ... F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a "
         "W1b W1a F3a F3b I2b I2a W2b W2a I3b I3a W3b W3a ...\n"
         "    "),
+    ("v_half", 4, {}, SPLIT, 0.5,
+        "\n"
+        "        F0a F1a F2a F3a ... ... ... F0b I0b F1b I1b W0b W1b ... F2b I0a "
+        "I2b W0a W2b F3b I3b I1a W3b I2a W1a W2a ... I3a W3a\n"
+        "        ... F0a F1a F2a F3a ... F0b ... F1b I0b W0b I1b W1b F2b I0a W0a "
+        "... I2b F3b W2b I1a I3b I2a W1a W3b W2a I3a W3a ...\n"
+        "        ... ... F0a F1a F2a F0b F3a F1b ... ... I0b W0b F2b I0a I1b W0a "
+        "W1b F3b I2b I1a W2b I2a I3b W1a W2a I3a W3b W3a ...\n"
+        "        ... ... ... F0a F0b F1a F1b F2a F2b ... ... I0b I0a W0b F3a W0a "
+        "F3b I1b I1a I2b I2a W1b W1a I3b I3a W2b W2a W3b W3a\n"
+        "    "),
     ("dualpipe_v", 4, {}, SPLIT, 0.5, """
         F0a F1a F2a F0b I0b W0b F1b F3a B1b --- F2b B0a --- B2b --- F3b ... B1a --- B3b --- I2a W2a I3a W3a
         ... F0a F0b F1a F1b F2a B0b --- F2b B0a --- F3a B1b --- F3b B1a --- B2b --- B2a --- I3b I3a W3b W3a

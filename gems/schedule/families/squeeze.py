@@ -1,0 +1,87 @@
+"""Squeezing: a rank that would wait in an order of F and I runs a later action that is ready."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import replace
+
+from gems.schedule.action import Action, Kind
+from gems.schedule.schedule import Schedule
+
+
+def squeeze(order: Schedule, most_held: int) -> Schedule:
+    """Return the order in which ranks run F and I if none waits while it could run another, with equal times.
+
+    After the squeezing and reordering of Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory", section 3):
+    in place of an action that is not ready a rank takes the first later one that is, as long as no more than
+    `most_held` pairs of stage and micro-batch are held on the way, and runs a W if there is none. F of a stage, and
+    I, keep their order. What moves are the actions of the first and the last micro-batches: a block that repeats
+    without a wait stays as it is.
+    """
+    return _Squeezing(order, most_held).schedule()
+
+
+class _Squeezing:
+    """Runs all ranks forward at once; a micro-batch goes its way through 2 S places, F of all stages and then I."""
+
+    def __init__(self, order: Schedule, most_held: int) -> None:
+        ranks = range(order.num_ranks)
+        self.order, self.most_held, self.num_places = order, most_held, 2 * order.num_stages
+        self.ended: dict[tuple[int, int], int] = {}
+        self.todo = [deque(row) for row in order.rows]
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.in_flight = [0 for _ in ranks]  # F without their I
+        self.owed = [0 for _ in ranks]  # I without their W
+        self.busy = [0 for _ in ranks]
+        self.events = [(0, rank) for rank in ranks]
+
+    def schedule(self) -> Schedule:
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if self.busy[rank] <= now:
+                self.advance(rank, now)
+        return replace(self.order, rows=tuple(map(tuple, self.rows)))
+
+    def advance(self, rank: int, now: int) -> None:
+        """Start an action of a free rank if one is ready; otherwise an arrival wakes the rank."""
+        index = self.first_ready(rank, now)
+        is_full = self.in_flight[rank] + self.owed[rank] >= self.most_held
+        if index is None or (is_full and self.owed[rank] and self.todo[rank][index].kind is Kind.F):
+            if not self.owed[rank]:
+                return
+            self.owed[rank] -= 1
+        else:
+            action = self.todo[rank][index]
+            del self.todo[rank][index]
+            self.rows[rank].append(action)
+            is_forward = action.kind is Kind.F
+            self.in_flight[rank] += 1 if is_forward else -1
+            self.owed[rank] += not is_forward
+            place, m = self.place(action), action.micro_batch or 0
+            self.ended[place, m] = now + 1
+            if place + 1 < self.num_places:
+                stage = min(place + 1, self.num_places - 2 - place)
+                heapq.heappush(self.events, (now + 1, self.order.placement.rank_of(0, stage)))
+        self.busy[rank] = now + 1
+        heapq.heappush(self.events, (now + 1, rank))
+
+    def first_ready(self, rank: int, now: int) -> int | None:
+        """Return the index of the first action that may run now."""
+        seen: set[tuple[int, Kind]] = set()
+        held = most = self.in_flight[rank]
+        for index, action in enumerate(self.todo[rank]):
+            is_forward = action.kind is Kind.F
+            if (action.stage, action.kind) not in seen and (not is_forward or not index or most < self.most_held):
+                place = self.place(action)
+                if not place or self.ended.get((place - 1, action.micro_batch or 0), now + 1) <= now:
+                    return index
+            seen.add((action.stage, action.kind))
+            if len(seen) == 2 * len(self.order.placement.stages_on(rank)):
+                return None
+            held += 1 if is_forward else -1
+            most = max(most, held)
+        return None
+
+    def place(self, action: Action) -> int:
+        return action.stage if action.kind is Kind.F else self.num_places - 1 - action.stage
