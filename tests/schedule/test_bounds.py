@@ -178,7 +178,7 @@ def test_v_shapes_with_equal_times(p: int) -> None:
     ("name", "p", "n", "span"),
     [("v_half", 8, 32, 104.5), ("v_half", 16, 64, 212.5), ("v_min", 9, 36, 122.5), ("v_min", 12, 48, 164.5)],
 )
-def test_v_shapes_are_as_fast_as_their_authors(name: str, p: int, n: int, span: float) -> None:
+def test_squeezed_v_shapes_at_some_sizes(name: str, p: int, n: int, span: float) -> None:
     assert play(build(name, p, n, EVEN), EVEN).span == span
 
 

@@ -82,11 +82,12 @@ def group_interleaved(request: Request) -> Schedule:
     """Build interleaved 1F1B with a split backward in groups of G <= P micro-batches, v = `chunks` stages a rank.
 
     After PipeOffload (Wan et al. 2025, arXiv 2503.01328), whose interleaved schedules shorten lifetimes by groups of
-    fewer micro-batches than ranks; nothing is offloaded here. G is the largest that keeps the cap, P without one. A
-    rank runs a forward and an input gradient in turn and holds ((v - 1) G + P) / v micro-batches of activations. For
-    N >= P, 2 G >= P and f = i = w the step takes N (f + i + w) + (P - (1 + (v - 1) G) / v) f: no rank idles after its
-    first I, and P micro-batches of memory leave a bubble of (P - 1) f / v. Smaller groups go in pairs, so that F and I
-    pass the ranks without a wait; they are slower at both ends, and with 3 G < P everywhere.
+    fewer micro-batches than ranks; nothing is offloaded here, and the slots are this module's own. G is the largest
+    that keeps the cap, P without one. A rank runs a forward and an input gradient in turn and holds ((v - 1) G + P) /
+    v micro-batches of activations. For N >= P, 2 G >= P and f = i = w the step takes N (f + i + w) + (P - (1 + (v - 1)
+    G) / v) f: no rank idles after its first I, and P micro-batches of memory leave a bubble of (P - 1) f / v. Smaller
+    groups go in pairs, so that F and I pass the ranks without a wait; they are slower at both ends, and with 3 G < P
+    everywhere.
 
     Raises:
         ConfigError: fewer than two chunks, or a cap below that of groups of one micro-batch.
