@@ -88,10 +88,11 @@ def test_published_peaks_of_interleaved_1f1b(p: int, v: int, peak: float) -> Non
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
-@pytest.mark.parametrize("p", [*range(1, 9), 13, 16])
+@pytest.mark.parametrize("p", [*range(1, 9), 13])
 def test_group_interleaved(p: int, chunks: int) -> None:
     """Groups of P / 2 to P: G pairs a chunk and P more are held, and the first rank waits for its first I alone."""
-    for group, more in product(range((p + 1) // 2, p + 1), ((), ((p + 1) // 2,))):
+    smallest = (p + 1) // 2
+    for group, more in product(range(smallest, p + 1) if p <= 8 else (smallest, p - 2, p), ((), (smallest,))):
         sizes = (group, group, group, *more)
         held, n = ((chunks - 1) * group + p) / chunks, sum(sizes)
         made = build("group_interleaved", p, n, EVEN, chunks=chunks, cap=held)
@@ -106,7 +107,7 @@ def test_group_interleaved(p: int, chunks: int) -> None:
                 cap=held,
             )
             assert max(play(made, EVEN).peak) == pytest.approx(min(n, held))
-        for cost in COSTS:
+        for cost in COSTS if p <= 8 else ():
             assert max(play(build("group_interleaved", p, n, cost, chunks=chunks, cap=held), cost).peak) <= held + 1e-9
 
 
@@ -182,7 +183,7 @@ def test_squeezed_v_shapes_at_some_sizes(name: str, p: int, n: int, span: float)
     assert play(build(name, p, n, EVEN), EVEN).span == span
 
 
-@pytest.mark.parametrize("p", [*range(1, 11), 12, 16])
+@pytest.mark.parametrize("p", [*range(1, 9), 12])
 def test_v_adaptive(p: int) -> None:
     """Under any cap: from 7/8 of P on the last rank waits for its first F and I alone; never slower than V-Half."""
     for held in {2 * ((p + 4) // 3), p + 2, (7 * p + 3) // 4, 2 * p - 1, 2 * p, 2 * p + 2}:
