@@ -1,60 +1,89 @@
 """Random numbers of layers (dropout, stochastic depth) that do not depend on how a run is split.
 
-Before each module that draws, the generators are seeded by the run's seed, the step, the micro-batch and the module's
-name. So any partition, schedule, direction or number of replicas, a recomputation and a resumed run draw the same.
+Each module that draws has a stream of its own: on entry the generators are seeded by the run's seed, the step, the
+micro-batch and the module's name, on exit they go back to where they were. So any partition, schedule, direction or
+number of replicas, a recomputation and a resumed run draw the same.
 """
 
 from __future__ import annotations
 
 import zlib
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gems.config.schema import ModelConfig
-
 # Attributes under which modules keep the rate at which they draw, and those that always do.
 _RATES = ("p", "drop_prob", "drop_rate", "dropout", "dropout_p", "attention_dropout")
-_ALWAYS = (nn.RReLU,)
+_ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _MASK = 2**63 - 1
 
 
 def draws_numbers(module: nn.Module) -> bool:
-    """Return whether a module draws random numbers in training: it has a rate above 0, or a method that is random."""
+    """Return whether a module is known to draw random numbers in training, by its class or a rate above 0."""
     rates = (getattr(module, name, None) for name in _RATES)
     return isinstance(module, _ALWAYS) or any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
-def layer_prefix(model: ModelConfig, layer: str) -> str:
-    """Return what stands before the names of a layer's modules: parts of a user's network have whole paths."""
-    return "" if model.target is not None else f"{layer}."
-
-
 class RandomDraws:
-    """Seeds the generators before each watched module, for the micro-batch that `at` has named last."""
+    """Gives each watched module its stream, for the micro-batch that `at` has named last."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, has_paths: bool = False) -> None:
+        """Take whether modules of a layer are named by paths in the whole network, as those of a user's own are."""
+        self._seed, self._has_paths = seed, has_paths
         self._now = (0, 0)
+        self._watched: set[nn.Module] = set()
 
-    def watch(self, root: nn.Module, prefix: str = "") -> int:
-        """Seed before each module in `root` that draws, named by its path after `prefix`; return how many there are."""
-        found = [(name, module) for name, module in root.named_modules() if draws_numbers(module)]
-        for name, module in found:
-            module.register_forward_pre_hook(partial(self._begin, zlib.crc32(f"{prefix}{name}".encode())))
-        return len(found)
+    def watch(self, layer: str, root: nn.Module) -> None:
+        """Watch the modules of a layer that draw, or may: those that are not torch's, until one has run without."""
+        for path, module in root.named_modules():
+            is_known = draws_numbers(module)
+            if module in self._watched or (type(module).__module__.startswith("torch.") and not is_known):
+                continue
+            self._watched.add(module)
+            name = path if path and self._has_paths else f"{layer}.{path}"
+            _Stream(self, zlib.crc32(name.encode()), is_known).attach(module)
 
     def at(self, step: int, micro_batch: int) -> None:
         """Name the micro-batch that runs next, by its number in the global batch."""
         self._now = step, micro_batch
 
-    def _begin(self, name: int, module: nn.Module, given: Any) -> None:
+    def seed_of(self, name: int) -> int:
+        """Return the seed of a module's stream for the present micro-batch."""
+        return hash((self._seed, *self._now, name)) & _MASK  # of whole numbers, so the same in every process
+
+
+class _Stream:
+    """The random numbers of one module; hooks that are removed if a first forward draws none, unless it `is_known`."""
+
+    def __init__(self, draws: RandomDraws, name: int, is_known: bool) -> None:
+        self._draws, self._name, self._is_known = draws, name, is_known
+        self._outer: list[list[tuple[torch.Generator, Tensor]]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        self._hooks = module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, given: Any) -> None:
         if not module.training:
             return
-        seed = hash((self._seed, *self._now, name)) & _MASK  # of whole numbers, so the same in every process
-        torch.default_generator.manual_seed(seed)
+        generators = [torch.default_generator]
         device = next((value.device for value in given if isinstance(value, Tensor)), None)
         if device is not None and device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._outer.append([(generator, generator.get_state()) for generator in generators])
+        for generator in generators:
+            generator.manual_seed(self._draws.seed_of(self._name))
+
+    def _leave(self, module: nn.Module, given: Any, output: Any) -> None:
+        if not module.training:
+            return
+        has_drawn = self._is_known
+        for generator, state in self._outer.pop():
+            if not self._is_known:
+                drawn = generator.get_state()
+                has_drawn |= not torch.equal(drawn, generator.manual_seed(self._draws.seed_of(self._name)).get_state())
+            generator.set_state(state)
+        self._is_known = has_drawn
+        if not has_drawn:
+            for hook in self._hooks:
+                hook.remove()

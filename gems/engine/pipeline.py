@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from gems.autograd.random_draws import RandomDraws, layer_prefix
+from gems.autograd.random_draws import RandomDraws
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import find_source, open_dataset
@@ -180,7 +180,7 @@ def build_pipeline(
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
         loss=loss, step_weight=step_weight, update=update, segments=segments,
-        draws=_watch_draws(spec, stage_modules, modules, replica, schedule.num_micro_batches),
+        draws=_watch_draws(spec, stage_modules, modules, replica * schedule.num_micro_batches),
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
     evaluation_specs = stage_modules.output_specs(spec, precision, training=False)
@@ -221,12 +221,11 @@ def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
 
 
 def _watch_draws(
-    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], replica: int, num_micro_batches: int
-) -> Callable[[int, int], None] | None:
-    """Seed the layers of a rank that draw random numbers; None if there are none."""
-    draws = RandomDraws(spec.seed)
-    watched = 0
+    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], first: int
+) -> Callable[[int, int], None]:
+    """Give the modules of a rank their random numbers; `first` is its replica's first micro-batch in a step."""
+    draws = RandomDraws(spec.seed, spec.model.target is not None)
     for (_, stage), layers in modules.items():
         for name, layer in zip(stages.layer_names(stage), layers, strict=True):
-            watched += draws.watch(layer, layer_prefix(spec.model, name))
-    return (lambda step, micro_batch: draws.at(step, replica * num_micro_batches + micro_batch)) if watched else None
+            draws.watch(name, layer)
+    return lambda step, micro_batch: draws.at(step, first + micro_batch)

@@ -14,6 +14,8 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from tests.engine.toys import make_spec
+from tests.models import own_nets
+from tests.models.own_draws import Drops, Noise
 
 CPU = torch.device("cpu")
 NETS = "tests.models.own_nets"
@@ -41,7 +43,7 @@ def test_which_modules_draw() -> None:
 def masks(order: list[tuple[int, int]], seed: int = 0) -> dict[tuple[int, int], Tensor]:
     """What dropout leaves of ones for (step, micro-batch), run in an order."""
     made, draws, found = network().train(), RandomDraws(seed), {}
-    assert draws.watch(made, "layer.") == 2
+    draws.watch("layer", made)
     for step, micro_batch in order:
         draws.at(step, micro_batch)
         found[step, micro_batch] = made(torch.ones(400))
@@ -57,12 +59,40 @@ def test_numbers_depend_on_seed_step_micro_batch_and_name_alone() -> None:
     assert 0.15 < float((first[0, 0] != 0).float().mean()) < 0.35
 
 
-def test_evaluation_draws_nothing() -> None:
-    made = network().eval()
-    RandomDraws(0).watch(made)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_state_outside_of_a_module_is_left_alone(is_training: bool) -> None:
+    made = nn.Sequential(network(), Noise(), Drops(4)).train(is_training)
+    RandomDraws(0).watch("layer", made)
     before = torch.get_rng_state()
-    assert torch.equal(made(torch.ones(9)), torch.ones(9))
-    assert torch.equal(torch.get_rng_state(), before)
+    for _ in range(2):
+        made(torch.ones(2, 4, 3, 3))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_modules_are_watched_until_they_have_run_without_drawing() -> None:
+    """Noise has no rate, and Drops draws in its own forward, before, between and behind modules that do or do not."""
+    plain = own_nets.Backbone(4)
+    layers, values = nn.ModuleList([Noise(), Drops(4), plain, nn.Linear(3, 3)]).train(), torch.ones(2, 4, 3, 3)
+    draws = RandomDraws(0)
+    for number, layer in enumerate(layers):
+        draws.watch(f"layer{number}", layer)
+    draws.at(0, 0)
+    first = [layer(values) for layer in layers[:2]]
+    plain(torch.ones(2, 3, 4, 4))
+    draws.at(0, 1)
+    others = [layer(values) for layer in layers[:2]]
+    draws.at(0, 0)
+    again = [layer(values) for layer in layers[:2]]
+    assert all(map(torch.equal, first, again)) and not any(map(torch.equal, first, others))
+    hooked = {type(module) for module in layers.modules() if module._forward_pre_hooks}
+    assert hooked == {Noise, Drops, nn.Dropout2d}
+
+
+def test_a_module_that_two_layers_share_is_watched_once() -> None:
+    shared, draws = nn.Dropout(0.5), RandomDraws(0)
+    for layer in ("one", "two"):
+        draws.watch(layer, nn.Sequential(shared))
+    assert len(shared._forward_pre_hooks) == 1
 
 
 def own_spec(name: str, **changes):

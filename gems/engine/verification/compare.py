@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.random_draws import RandomDraws, layer_prefix
+from gems.autograd.random_draws import RandomDraws
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset, task_of
@@ -70,9 +70,9 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     names = [layer.name for layer in layers]
     whole, modules = _build_reference(layers, spec.seed, precision, device)
     model = nn.ModuleList(modules)
-    draws = RandomDraws(spec.seed)
+    draws = RandomDraws(spec.seed, spec.model.target is not None)
     for name, module in zip(names, modules, strict=True):
-        draws.watch(module, layer_prefix(spec.model, name))
+        draws.watch(name, module)
     numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
     freeze(numbered, spec.optimizer.frozen)
     optimizer = build_optimizer(spec.optimizer, numbered, len(layers))

@@ -1,0 +1,50 @@
+"""Dropout, stochastic depth and other random layers against one unsplit process, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gems.engine.transport.mpi import broadcast
+from gems.engine.verification.compare import compare
+from gems.runs.run_plan import plan_run
+from tests.engine.toys import make_spec
+from tests.mpi.conftest import sub_world
+
+OWN = {"model__target": "tests.models.own_draws.Random", "model__name": "Own", "data__num_classes": 2}
+ZOO = {"model__depth": 8, "model__dropout": 0.5}
+RUNS = {
+    "1f1b": ("1f1b", 3, 1, {}),
+    "gems_master": ("gems_master", 3, 1, {}),
+    "zb_h1": ("zb_h1", 4, 1, {}),
+    "interleaved": ("interleaved_1f1b", 2, 1, {}),
+    "replicas": ("1f1b", 2, 2, {}),
+    "directions of replicas": ("gems_master", 2, 2, {}),
+    "data parallelism": ("layer_parallel", 1, 4, {}),
+    "a search": ("capped", 2, 1, {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}),
+    "a search that recomputes": (
+        "capped", 2, 1,
+        {"schedule__activation_cap": 1.0, "schedule__budget_s": 0.2, "schedule__memory_actions": ["recompute"]},
+    ),
+    "stages recomputed": ("1f1b", 2, 1, {"memory__name": "recompute", "memory__recompute": "stage"}),
+    "segments recomputed": ("gems_master", 2, 1, {"memory__name": "recompute"}),
+    "selective recomputation": ("zb_h1", 2, 2, {"memory__name": "recompute", "memory__recompute": "selective"}),
+    "offload": ("1f1b", 2, 1, {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("network", ["zoo", "own"])
+@pytest.mark.parametrize("run", RUNS)
+def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
+    schedule, partitions, replicas, changes = RUNS[run]
+    spec = make_spec(
+        schedule, partitions, replicas, train__precision="float64", schedule__max_stages=5,
+        **(ZOO if network == "zoo" else OWN) | changes,
+    )  # fmt: skip
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    found = compare(spec, part, torch.device("cpu"), made.schedule, made.boundaries, made.memory_plan)
+    assert found.max_rel_error <= 1e-12, found
+    assert found.peak_activation_bytes == found.predicted_activation_bytes, found
