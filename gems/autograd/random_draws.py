@@ -26,7 +26,7 @@ def draws_numbers(module: nn.Module) -> bool:
 
 
 class RandomDraws:
-    """Gives each watched module its stream, for the micro-batch that `at` has named last."""
+    """The streams of all watched modules, for the micro-batch that `at` has named last."""
 
     def __init__(self, seed: int, has_paths: bool = False) -> None:
         """Take whether modules of a layer are named by paths in the whole network, as those of a user's own are."""

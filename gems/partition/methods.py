@@ -154,7 +154,8 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
 def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """Return the partition of a resolved run: as given in parallel.boundaries, or by the configured method.
 
-    It depends on what the ranks compute, and not on how early they post their receives, which depends on its costs.
+    It depends on what the ranks compute, and not on how early they post their receives, which depends on its costs: a
+    compute-only schedule and all that it is lowered to have the same partition.
 
     Raises:
         ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
@@ -163,9 +164,11 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """
     given, num_stages = spec.parallel.boundaries, schedule.num_stages
     num_layers, needs_profile = len(layers_of(spec.model, spec.data)), _needs_profile(spec, schedule)
-    schedule = lower(compute_only(schedule))
     check_depth(spec, num_stages, num_layers)
-    case = partition_case(spec, schedule) if spec.machine.device_bytes is not None or needs_profile else None
+    case = None
+    if spec.machine.device_bytes is not None or needs_profile:
+        schedule = lower(compute_only(schedule))
+        case = partition_case(spec, schedule)
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
         partition = Partition("given", boundaries, float("nan"), float("nan"), False)

@@ -123,7 +123,7 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     run = with_profiled_costs(_within_layers(spec))
     compute = compute_schedule(run)
     unlimited = replace(run, machine=replace(run.machine, device_bytes=None))
-    return memory_case(run, compute, partition_model(unlimited, lower(compute)).boundaries)
+    return memory_case(run, compute, partition_model(unlimited, compute).boundaries)
 
 
 def simulate(spec: RunSpec) -> Prediction:

@@ -15,7 +15,6 @@ from gems.profile.spans import Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
-from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
 
 PROFILE = "profile"
@@ -40,8 +39,7 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
     by_layer = replace(spec, cost=profiled_costs(spec, profile, list(range(profile.num_layers + 1))))
     if spec.schedule.name == CAPPED:
         return by_layer
-    schedule = lower(compute_schedule(by_layer))
-    boundaries = partition_model(spec, schedule).boundaries
+    boundaries = partition_model(spec, compute_schedule(by_layer)).boundaries
     kept = list(stage_costs(Spans(profile), boundaries).activation)
     return replace(spec, cost=profiled_costs(spec, profile, boundaries, kept))
 

@@ -79,7 +79,8 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
         costs, network = request.costs.stages(schedule.num_stages), request.network
         try:
             result = simulate(schedule, costs, network, cap)
-            if best is None or result.span < best[0].span:  # lowered it is no faster
+            is_faster = best is None or result.span < best[0].span
+            if is_faster and network.takes_time(costs.boundary_bytes):  # lowered it is no faster, on free links as fast
                 result = simulate(add_transfers(schedule, costs, network, cap), costs, network, cap)
         except ScheduleError:
             return best
