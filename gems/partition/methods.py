@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 from gems.config import registries
 from gems.config.constraints import check_boundaries
@@ -13,19 +15,23 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import AVERAGED, MIXED, OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
+from gems.memory.timeline import stage_costs
 from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.heuristics import block_partition, pipedream
 from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Partition, Problem
+from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
+from gems.schedule.costs import Network
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
 from gems.utils.cache import cached
 from gems.utils.registry import Registry
 
@@ -33,6 +39,9 @@ HELP = "use recompute or offload for it, a smaller image or micro-batch, or spli
 SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch"
 # torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
 PARAM_SCALES = {"sgd": 3, "adam": 5}
+
+QUICK, NUM_STARTS = ("even", "torchgpipe_time", "torchgpipe_size", "pipedream"), 2  # where a shorter step is sought
+CUTS = 1  # another number for methods that would cut elsewhere
 
 Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
@@ -57,7 +66,7 @@ def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundar
     def register(make: Boundaries) -> Boundaries:
         def cut(case: PartitionCase, objective: str, budget_s: float) -> Partition:
             boundaries = make(case)
-            return Partition(name, boundaries, case.problem(objective).cost(boundaries), 0.0, False)
+            return Partition(name, boundaries, case.cost(objective, boundaries), 0.0, False)
 
         METHODS.register(name, PartitionMethod(cut, needs_profile))
         return make
@@ -96,13 +105,33 @@ class PartitionCase:
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
-        """Return what is to be made least: peak_bytes, or time among the partitions that fit the device."""
+        """Return what is to be made least: peak_bytes, or compute of the worst rank, if the partition fits the device.
+
+        The latter also bounds the time of a step.
+        """
+        return self._problems[0 if objective == "peak_bytes" else 1]
+
+    @cached_property
+    def _problems(self) -> tuple[Problem, Problem]:
         memory = tuple({id(costs): costs for costs in self.memory}.values())
-        problem = Problem(self.profile.num_layers, self.num_stages, memory, self.spans.boundary_bytes())
-        if objective == "peak_bytes":
-            return problem
-        problem = replace(problem, ranks=time_costs(self.spans, self.schedule))
-        return problem if self.limit_bytes is None else replace(problem, limits=memory, limit=float(self.limit_bytes))
+        by_bytes = Problem(self.profile.num_layers, self.num_stages, memory, self.spans.boundary_bytes())
+        by_time = replace(by_bytes, ranks=time_costs(self.spans, self.schedule))
+        if self.limit_bytes is not None:
+            by_time = replace(by_time, limits=memory, limit=float(self.limit_bytes))
+        return by_bytes, by_time
+
+    def cost(self, objective: str, boundaries: Sequence[int]) -> float:
+        """Return what an objective makes of a partition: bytes, or seconds; infinite if it does not fit the device."""
+        least = self.problem(objective).cost(boundaries)
+        if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
+            return least
+        per_byte = 1.0 / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
+        return simulate(self.schedule, stage_costs(self.spans, boundaries), Network(per_byte=per_byte)).span
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of a step."""
+        return sum(map(len, self.schedule.rows))
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Return each rank's peak under a partition."""
@@ -177,7 +206,7 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     else:
         method, budget_s = spec.partition.name, spec.partition.budget_s
         objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
-        facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, budget_s)
+        facts = (CUTS, method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, budget_s)
         key, method_case = repr((facts, case.profile, schedule.digest())), case
         kept = cached(
             spec.cache_dir, "partition", key, lambda: asdict(partition_by(method, method_case, objective, budget_s))
@@ -246,8 +275,21 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
 
 
 def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
+    """Return the partition of least cost; of objective time the shortest step near the most even compute of ranks."""
     try:
-        return solve(case.problem(objective), budget_s)
+        found = solve(case.problem(objective), budget_s)
+        if objective != "time":
+            return found
+
+        def cost(boundaries: tuple[int, ...]) -> Cost:
+            return case.cost(objective, boundaries), float(max(case.peak_bytes(boundaries)))
+
+        starts = {found.boundaries, *(METHODS[name].cut(case, "rank_time", 0.0).boundaries for name in QUICK)}
+        nearest = sorted(starts, key=lambda start: (*cost(start), start))[:NUM_STARTS]
+        ends = (shortest_step(start, cost, case.num_actions) for start in nearest)
+        boundaries, (step_s, _) = min(ends, key=itemgetter(1))
+        is_optimal = step_s <= found.bound * (1 + 1e-9)
+        return replace(found, boundaries=boundaries, cost=step_s, is_optimal=is_optimal)
     except InfeasibleError as error:
         where = f"the best partition into {case.num_stages} stages"
         raise _too_large(case, where, round(error.least)) from error

@@ -1,0 +1,47 @@
+"""The cut with which a step is shortest, near one that balances the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import combinations, cycle, islice, pairwise
+
+from gems.schedule.ledger import TOLERANCE
+
+MAX_SIMULATED = 100_000  # actions in all, of one schedule with several cuts
+Boundaries = tuple[int, ...]
+Cost = tuple[float, float]  # time of a step, infinite if the cut is not allowed, and the most that a rank holds
+
+
+def shortest_step(start: Boundaries, cost: Callable[[Boundaries], Cost], num_actions: int) -> tuple[Boundaries, Cost]:
+    """Return the best cut that small moves lead to from `start`, with its cost: the least peak among the shortest.
+
+    A move shifts one boundary or a run of them by a layer, or two boundaries against each other, and is kept if the
+    step gets shorter, or no longer and the peak lower, until none does. `num_actions` are those of the schedule, which
+    limit how many cuts are simulated.
+    """
+    best, least = start, cost(start)
+    moves, num_refused = _moves(len(start) - 1), 0
+    for move in islice(cycle(moves), MAX_SIMULATED // num_actions):
+        moved = tuple(boundary + shift for boundary, shift in zip(best, move, strict=True))
+        found = cost(moved) if all(first < end for first, end in pairwise(moved)) else (math.inf, math.inf)
+        is_shorter = found[0] < least[0] * (1 - TOLERANCE)
+        is_lower = found[0] <= least[0] * (1 + TOLERANCE) and found[1] < least[1]
+        num_refused += 1
+        if is_shorter or is_lower:
+            best, least, num_refused = moved, found, 0
+        if num_refused == len(moves):
+            break
+    return best, least
+
+
+def _moves(num_stages: int) -> list[tuple[int, ...]]:
+    """Return the shifts of each boundary that a move makes, single ones first."""
+    places = range(1, num_stages)
+    runs = [(first, first) for first in places] + list(combinations(places, 2))
+    shifts = [[first <= place <= end for place in range(num_stages + 1)] for first, end in runs]
+    moves = [tuple(way * shifted for shifted in each) for each in shifts for way in (-1, 1)]
+    for pair in combinations(places, 2):
+        against = [(place == pair[0]) - (place == pair[1]) for place in range(num_stages + 1)]
+        moves += [tuple(way * shift for shift in against) for way in (-1, 1)]
+    return moves
