@@ -119,6 +119,9 @@ def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
         if constant == COMPUTE:
             times = {name: getattr(cost, name) for name in COMPUTE_TIMES}
             cost = replace(cost, **{name: time / factor for name, time in times.items() if time is not None})
+            given = {name: cost.stages[name] for name in COMPUTE_TIMES if name in cost.stages}
+            faster = {name: [time / factor for time in some] for name, some in given.items()}
+            cost = replace(cost, stages=cost.stages | faster)
         else:
             name = constant.removeprefix("machine.")
             machine = replace(machine, **{name: getattr(machine, name) * factor})

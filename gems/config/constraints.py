@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
@@ -28,6 +29,7 @@ def check_constraints(spec: RunSpec) -> None:
     """
     _refuse_first(_schedule_checks(spec))
     check_memory(spec)
+    check_stages(spec.cost.stages)
     _refuse_first(_machine_checks(spec))
     _check_train(spec)
     check_cluster(spec.cluster)
@@ -62,6 +64,31 @@ def check_memory(spec: RunSpec) -> None:
         (actions, "memory", memory.name, f"excludes schedule.memory_actions={list(actions)}",
          "let either the schedule's search or the policy choose what leaves the device"),
     ])  # fmt: skip
+
+
+def check_stages(stages: Mapping[str, object]) -> None:
+    """Check the costs of stages in `cost.stages`: lists of equal length by the names of `StageCosts`.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    needed = ("forward", "input_grad", "weight_grad", "activation")
+    allowed = (*needed, "recompute", "copy", "movable", "held_for_weights", "boundary", "boundary_bytes")
+    lengths = {name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()}
+    for name, values in stages.items():
+        key = f"cost.stages.{name}"
+        numbers = values if isinstance(values, list) else []
+        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
+        _refuse_first([
+            (name not in allowed, key, values, one_of(allowed), ""),
+            (not numbers, key, values, "must be a list of numbers, one for each stage", ""),
+            (not is_number or any(not 0 <= value < math.inf for value in numbers), key, values,
+             "must hold numbers of 0 or more", ""),
+            (len(numbers) != lengths.get("forward"), key, f"of {len(numbers)} stages",
+             f"must be as long as cost.stages.forward, of {lengths.get('forward', 0)}", ""),
+        ])  # fmt: skip
+    missing = [name for name in needed if name not in stages] if stages else []
+    _refuse_first([(missing, "cost.stages", sorted(stages), f"must have {', '.join(missing)}", "")])
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -112,6 +139,7 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
     num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
     forwards = num_stages * (parallel.micro_batches or 1)
     has_cap = cap is not None or cap_bytes is not None
+    is_profiled = cost.name == "profile" or (schedule.name == "capped" and spec.machine.kind == "real")
     yield from (
         (spec.world_size > MAX_WORLD, "parallel.replicas", parallel.replicas,
          f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks", ""),
@@ -122,7 +150,7 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
          f"must be {partitions} or more, a stage for each partition", ""),
         (cap is not None and cap_bytes is not None, "schedule.activation_cap", cap,
          f"excludes schedule.activation_cap_bytes={cap_bytes}", "give one of them"),
-        (cap_bytes is not None and not cost.activation_bytes and cost.name != "profile",
+        (cap_bytes is not None and not cost.activation_bytes and not is_profiled,
          "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
          "give it, use cost=profile, or give schedule.activation_cap in units"),
         (schedule.name == "capped" and not has_cap, "schedule.activation_cap", "null",

@@ -19,7 +19,7 @@ from gems.utils.targets import locate
 # Fields of `cost` that a profile fills: what is measured is no part of what the user asked for.
 PROFILED = (
     "forward", "input_grad", "weight_grad", "recompute", "times", "activations", "unit_s", "activation_bytes",
-    "boundary_bytes", "param_bytes",
+    "boundary_bytes", "param_bytes", "stages",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ LAYOUTS = ("auto", "chw", "hwc")
 NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
 RECOMPUTES = ("stage", "segment", "selective")
 RECLAIMS = ("first", "size")
-OBJECTIVES = ("auto", "peak_bytes", "time")
+OBJECTIVES = ("auto", "peak_bytes", "rank_time", "time")
 # What parameters are kept in, and what layers compute in, by train.precision.
 PRECISIONS = {
     "float32": ("float32", "float32"),
@@ -220,8 +220,9 @@ class PartitionConfig:
 
     name: str = choice("exact", METHODS, "method of partitioning")
     objective: str = choice(
-        "auto", OBJECTIVES, "what the exact method minimizes on the worst rank, peak_bytes or time (among the "
-        "partitions that fit machine.device_bytes); auto: time for a run, peak_bytes for `gems partition`",
+        "auto", OBJECTIVES, "what the exact method minimizes: peak_bytes or compute (rank_time) of the worst rank, or "
+        "the simulated step (time); times among the partitions that fit machine.device_bytes; auto: time for a run, "
+        "peak_bytes for `gems partition`",
     )  # fmt: skip
     budget_s: float = number(30.0, "seconds of the exact method's search", above=0)
 
@@ -277,6 +278,10 @@ class CostConfig:
     input_load: float = number(0.0, "time in which a direction's first rank reads a micro-batch, emulated or simulated")
     times: list[float] = number([1.0], "relative time of equal parts of the depth", above=0, needs_entries=True)
     activations: list[float] = number([1.0], "relative activations of equal depth parts", above=0, needs_entries=True)
+    stages: dict[str, Any] = text(
+        {}, "what each stage costs, over the keys above: a list for each of forward, input_grad, weight_grad and "
+        "activation, and of recompute, copy, movable, held_for_weights, boundary and boundary_bytes if known",
+    )  # fmt: skip
     unit_s: float = number(1.0, "seconds of a unit of time", above=0)
     activation_bytes: int = number(0, "bytes of a unit of activations")
     boundary_bytes: int = number(0, "bytes of a message between stages")

@@ -143,15 +143,37 @@ def place_of(action: Action) -> Place:
     return action.stage, action.segment or 0
 
 
+def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryPlan:
+    """Return the plan of a schedule that has memory actions of its own: a segment for each stage.
+
+    Micro-batches may differ, so the choice of a segment only says what becomes of some of them.
+    """
+    kinds: dict[int, set[Kind]] = {}
+    for _, action in schedule.actions():
+        kinds.setdefault(action.stage, set()).add(action.kind)
+
+    def choice(place: Place, segment: Segment) -> Segment:
+        found = kinds[place[0]]
+        choice = Choice.OFFLOAD if Kind.OFFLOAD in found else Choice.RECOMPUTE if Kind.R in found else Choice.KEEP
+        return replace(segment, choice=choice)
+
+    return replace(MemoryPlan.keeping(boundaries), policy=schedule.name).changed(choice)
+
+
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     """Split the compute actions of a compute-only schedule into segments, and add the plan's memory actions.
+
+    A schedule that has such actions already (`plan_of_schedule`) keeps them, and only gets the segments.
 
     An offloaded segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
     plan says so; one that is recomputed gets R before its backward. Copies that are posted at one place come back in
     the order in which they are needed. Where a copy would have to come back before it has left, the segment is kept for
     that micro-batch: so are the last ones before the turn.
     """
-    rows = tuple(tuple(_with_memory(row, plan)) for row in schedule.rows)
+    if schedule.has_memory_actions:
+        rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
+    else:
+        rows = tuple(tuple(_with_memory(row, plan)) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=(*schedule.passes, PASS))
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
-from gems.memory.plan import MemoryPlan
+from gems.memory.plan import MemoryPlan, Segment
 from gems.memory.residency import Residency
 from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
 from gems.profile import LayerProfile, ModelProfile
@@ -21,6 +21,8 @@ MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
 Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
 OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 _TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+# of a micro-batch on a stage that leaves the device whole
+_COPIED: Script = tuple((kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH, Kind.I, Kind.W))
 _BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
 
 
@@ -273,6 +275,22 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
         ),
         boundary=given,
         boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
+    )
+
+
+def acting_stage_costs(
+    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+) -> StageCosts:
+    """Return the costs of stages, in seconds and bytes, with those of copying all that a stage saves to the host."""
+    layers = profile_storages(profile)
+    copied: list[SegmentCosts] = []
+    for first, end in pairwise(boundaries):
+        storages = layers.stage((Segment(first, end),), least_bytes)
+        copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s)
+    return replace(
+        stage_costs(layers.spans, boundaries),
+        movable=tuple(each.moved for each in copied),
+        copy=tuple(max(each.copy_out, each.copy_in) for each in copied),
     )
 
 

@@ -29,12 +29,13 @@ from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
+from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.ledger import in_flight
 from gems.schedule.lower import lower
-from gems.schedule.placement import Placement, linear, looped
+from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, simulate
-from gems.simulation.build import compute_schedule
+from gems.simulation.build import compute_schedule, search_schedule
 from gems.simulation.costs import (
     activation_cap,
     network_in_seconds,
@@ -45,7 +46,8 @@ from gems.simulation.costs import (
     with_all_reduce,
 )
 from gems.simulation.memory_case import fits_host, memory_case
-from gems.simulation.profiled_costs import PROFILE, profiled_costs
+from gems.simulation.model_costs import PROFILE
+from gems.simulation.profiled_costs import profiled_costs
 
 ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
@@ -328,12 +330,9 @@ class Planner:
         """Yield the candidate by its partition of least time, and if another is asked for, by that of least bytes."""
         if one.schedule == CAPPED:
             run, profile = self.run_of(one), self.model(one.micro_batch_size).profile
-            layers = list(range(profile.num_layers + 1))
-            schedule = replace(run.schedule, max_stages=profile.num_layers)
-            run = replace(run, cost=profiled_costs(run, profile, layers), schedule=schedule)
-            compute = compute_schedule(run)
-            # a chain of the stages that were found
-            yield _Scheduled(self._by_time(one, linear(compute.num_stages))[0], run, compute)
+            found = search_schedule(run, profile)
+            run = replace(run, cost=profiled_costs(run, profile, found["boundaries"], found["unit_bytes"]))
+            yield _Scheduled(tuple(found["boundaries"]), run, from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])
         yield made
@@ -347,8 +346,7 @@ class Planner:
 
     def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Scheduled:
         spans, run = self.model(one.micro_batch_size).spans, self.run_of(one, boundaries)
-        kept = list(stage_costs(spans, boundaries).activation)
-        run = replace(run, cost=profiled_costs(run, spans.profile, boundaries, kept))
+        run = replace(run, cost=profiled_costs(run, spans.profile, boundaries))
         return _Scheduled(boundaries, run, compute_schedule(run))
 
     def _simulated(

@@ -11,8 +11,9 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import simulate_step
+from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction
-from gems.simulation.profiled_costs import PROFILE, with_profiled_costs
+from gems.simulation.profiled_costs import with_profiled_costs
 
 # On one device every schedule is the same work; this one holds least.
 ALONE = "1f1b"

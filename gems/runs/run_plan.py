@@ -12,21 +12,23 @@ from dataclasses import dataclass, replace
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import CostConfig, RunSpec
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.plan import MemoryPlan
+from gems.memory.plan import MemoryPlan, plan_of_schedule
 from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.partition.methods import partition_case, partition_model, profile_used
+from gems.partition.methods import partition_case, profile_used
 from gems.profile import ModelProfile
+from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.simulation.build import compute_schedule, lowered_schedule
+from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
 from gems.simulation.memory_case import check_fits, memory_case, node_host_bytes, with_replicas
+from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
-from gems.simulation.profiled_costs import PROFILE, with_profiled_costs
+from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
 from gems.utils.cache import cached
 
 MAX_ACTIONS = 200_000  # simulated in some seconds
@@ -78,8 +80,8 @@ class Peak:
 def plan_run(spec: RunSpec) -> RunPlan:
     """Return the plan of a resolved run that is about to start.
 
-    A search of the schedule is limited to as many stages as the model has layers. Partition and memory plan are kept in
-    the cache, so that all who ask get the same ones.
+    A search of the schedule is one over the stages of the model, by its profile unless costs are configured, and finds
+    the partition too. What is found is kept in the cache, so that all who ask get the same.
 
     Raises:
         ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a profile that cannot be
@@ -88,15 +90,18 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
-    run = with_profiled_costs(_within_layers(spec))
+    run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
     check_batch(spec)
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
-    boundaries = partition_model(run, schedule).boundaries
+    if schedule.has_memory_actions:
+        return _acting_plan(spec, run, schedule)
+    boundaries = partition_of(run, schedule).boundaries
     schedule = _within_device(run, schedule, boundaries)
     if spec.memory.name == "keep":
-        return RunPlan(spec, run.cost, schedule, boundaries, profile_used(run, schedule))
+        profile = profile_of(run) if run.cost.name == PROFILE else profile_used(run, schedule)
+        return RunPlan(spec, run.cost, schedule, boundaries, profile)
     case = memory_case(run, compute_only(schedule), boundaries)
     outcome = _outcome(run, case)
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
@@ -111,7 +116,10 @@ def plan_simulation(spec: RunSpec) -> RunPlan:
     if spec.memory.name != "keep":
         return plan_run(spec)
     run = with_profiled_costs(spec)
-    return RunPlan(spec, run.cost, lowered_schedule(run))
+    schedule = lowered_schedule(run)
+    if run.cost.name == PROFILE and schedule.has_memory_actions:
+        return _acting_plan(spec, run, schedule)
+    return RunPlan(spec, run.cost, schedule)
 
 
 def plan_policies(spec: RunSpec) -> MemoryCase:
@@ -120,10 +128,9 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     Raises:
         ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile that cannot be had.
     """
-    run = with_profiled_costs(_within_layers(spec))
+    run = with_profiled_costs(_of_model(spec))
     compute = compute_schedule(run)
-    unlimited = replace(run, machine=replace(run.machine, device_bytes=None))
-    return memory_case(run, compute, partition_model(unlimited, compute).boundaries)
+    return memory_case(run, compute, _unlimited_partition(run, compute))
 
 
 def simulate(spec: RunSpec) -> Prediction:
@@ -171,19 +178,41 @@ def predict_steps_s(plan: RunPlan) -> float | None:
             return None
         if plan.memory is not None:
             return steps * plan.memory.step_s
-        asked = replace(spec.cost, name=PROFILE, activation_bytes=0, unit_s=1.0, link=0.0)
-        # the cap was kept by the plan's costs, and has another unit by these
-        free = replace(spec.schedule, activation_cap=None, activation_cap_bytes=None)
-        run = with_profiled_costs(replace(spec, cost=asked, schedule=free))
+        if run.cost.name != PROFILE:
+            # the cap was kept by the plan's costs, and has another unit by these
+            free = replace(spec.schedule, activation_cap=None, activation_cap_bytes=None)
+            run = replace(spec, cost=profiled_costs(spec, profile, plan.boundaries), schedule=free)
     return steps * simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
 
 
-def _within_layers(spec: RunSpec) -> RunSpec:
-    """Limit the search of a schedule that will run to as many stages as the model has layers."""
-    if spec.machine.kind != "real" or spec.schedule.name != CAPPED:
+def _of_model(spec: RunSpec) -> RunSpec:
+    """Return the run with what the search of a schedule that will run needs to know of its model.
+
+    Unless costs are configured that is its profile, with configured ones only how many stages its layers can make.
+    """
+    if spec.machine.kind != "real" or spec.schedule.name != CAPPED or spec.cost.name == PROFILE:
         return spec
+    if spec.cost == CostConfig():
+        return replace(spec, cost=CostConfig(name=PROFILE))
     most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
     return replace(spec, schedule=replace(spec.schedule, max_stages=most))
+
+
+def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
+    """Return the boundaries of a run in which more than the partition decides what fits the device."""
+    return partition_of(replace(run, machine=replace(run.machine, device_bytes=None)), schedule).boundaries
+
+
+def _acting_plan(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
+    """Return the plan of a schedule that recomputes or moves the activations of stages itself.
+
+    Raises:
+        DoesNotFitError: it leaves too much on a device or in host memory.
+    """
+    case = memory_case(run, compute_only(schedule), _unlimited_partition(run, schedule))
+    outcome = with_replicas(run, case, case.outcome(plan_of_schedule(case.schedule, case.boundaries)))
+    check_fits(run, outcome)
+    return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), case.boundaries, case.profile, outcome)
 
 
 def _within_device(run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import ceil
 
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class StageCosts:
     """One micro-batch on each of S stages. Times are in any one unit, sizes in another; each tuple has S entries.
 
     `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
-    what stage s hands to stage s + 1 (and gets back as gradient), `copy` the time of moving the stage's activations
-    one way between device and host memory, `boundary` the part of `activation` that a recomputed stage keeps. `reduce`
-    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part
-    of `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
+    what stage s hands to stage s + 1 (and gets back as gradient), `movable` the part of `activation` that a copy to
+    host memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. `reduce` and
+    `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of
+    `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
     """
 
     forward: tuple[float, ...]
@@ -62,6 +63,7 @@ class StageCosts:
     activation: tuple[float, ...]
     recompute: tuple[float, ...] = ()
     copy: tuple[float, ...] = ()
+    movable: tuple[float, ...] = ()
     held_for_weights: tuple[float, ...] = ()
     boundary: tuple[float, ...] = ()
     boundary_bytes: tuple[float, ...] = ()
@@ -73,8 +75,9 @@ class StageCosts:
     def __post_init__(self) -> None:
         none = (0.0,) * len(self.forward)
         for name, default in (
-            ("recompute", self.forward), ("copy", none), ("held_for_weights", self.activation), ("boundary", none),
-            ("boundary_bytes", none), ("reduce", none), ("reduce_link", none), ("step", none),
+            ("recompute", self.forward), ("copy", none), ("movable", self.activation),
+            ("held_for_weights", self.activation), ("boundary", none), ("boundary_bytes", none), ("reduce", none),
+            ("reduce_link", none), ("step", none),
         ):  # fmt: skip
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
@@ -106,14 +109,14 @@ class StageCosts:
         return 0.0 if name is None else float(getattr(self, name)[stage])
 
     def held(self, what: str, action: Action) -> float:
-        """Return `activation`, `held_for_weights` or `boundary` of an action's stage or segment."""
+        """Return the size of that name of an action's stage or segment."""
         if action.segment is not None:
             return float(getattr(self.segments[action.stage][action.segment], what))
         return float(getattr(self, what)[action.stage])
 
     def moved(self, action: Action) -> float:
-        """Return the size that a copy carries: of a whole stage all its activations."""
-        return self.held("activation" if action.segment is None else "moved", action)
+        """Return the size that a copy carries."""
+        return self.held("movable" if action.segment is None else "moved", action)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class DepthCosts:
     `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the time of one of `num_ranks` equal parts of
     the model, so a stage of S = 2P costs half. `times` and `activations` weigh equal pieces of the depth against
     each other, first layer to last; times are scaled to a mean of 1, activations so that the largest of P stages
-    holds 1 unit (the unit of a cap).
+    holds 1 unit (the unit of a cap). `given` are the costs of one cut, for placements of as many stages.
     """
 
     num_ranks: int
@@ -186,6 +189,13 @@ class DepthCosts:
     boundary_bytes: float = 0.0
     times: tuple[float, ...] = (1.0,)
     activations: tuple[float, ...] = (1.0,)
+    given: StageCosts | None = None
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of the stages of a placement."""
+        if self.given is not None and self.given.num_stages == placement.num_stages:
+            return self.given
+        return self.stages(placement.num_stages)
 
     def stages(self, num_stages: int) -> StageCosts:
         """Return the costs of the model cut into `num_stages` stages of equal depth.

@@ -15,15 +15,15 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.schedule import Schedule
 
 TOLERANCE = 1e-9
-BRINGING_KINDS = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
+BRINGING_KINDS = frozenset({Kind.F, Kind.I, Kind.R, Kind.PREFETCH})
 
 
 class Ledger:
     """Counts the activations that a rank holds, in the unit of `StageCosts.activation`, and their peak.
 
     F allocates the activations of a stage or segment (only its boundary if R follows), R the rest of them, PREFETCH
-    what OFFLOAD moved out. I frees all but what W needs, B and W free everything. What OFFLOAD moved is freed by FREE
-    if the schedule has one, otherwise when the copy ends.
+    what OFFLOAD moved out. I frees all but what W needs, or allocates what W needs beside it; B and W free everything.
+    What OFFLOAD moved is freed by FREE if the schedule has one, otherwise when the copy ends.
     """
 
     __slots__ = ("_cap", "_costs", "_granted", "_has_recompute", "_leaving", "_schedule", "held", "peak")
@@ -89,6 +89,8 @@ class Ledger:
             return costs.held("boundary" if is_recomputed else "activation", action)
         if kind is Kind.R:
             return costs.held("activation", action) - costs.held("boundary", action)
+        if kind is Kind.I:
+            return max(0.0, costs.held("held_for_weights", action) - costs.held("activation", action))
         return costs.moved(action) if kind is Kind.PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
@@ -97,7 +99,7 @@ class Ledger:
         if action.kind is Kind.B:
             return costs.held("activation", action)
         if action.kind is Kind.I:
-            return costs.held("activation", action) - costs.held("held_for_weights", action)
+            return max(0.0, costs.held("activation", action) - costs.held("held_for_weights", action))
         if action.kind is Kind.FREE:
             return costs.moved(action)
         return costs.held("held_for_weights", action) if action.kind is Kind.W else 0.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-from gems.schedule.costs import DepthCosts, Network
+from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
 from gems.utils.registry import Registry
@@ -16,13 +16,21 @@ FROM_FILE = "file"
 PLACED = "placed"
 
 
+class Costs(Protocol):
+    """What a model costs on any placement of its stages: those of equal depth, or each with a cut of its own."""
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of the stages of a placement, sizes in the unit of a cap."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a generator is asked for. `num_parts` is GEMS's micro-batches a run, `chunks` the stages of a rank if free.
 
     `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P equal parts of the
     model. The rest is for generators that search: `seed` and `budget_s` bound their search, `allow` names the memory
-    actions that they may use ("recompute", "offload"), and `max_stages` is the most stages of the model, if known.
+    actions that they may use ("recompute", "offload"), `max_stages` is the most stages of the model, if known, and
+    `num_stages` their number, if the model's cut is given.
     """
 
     num_ranks: int
@@ -30,13 +38,20 @@ class Request:
     num_parts: int = 1
     chunks: int = 2
     cap: float | None = None
-    costs: DepthCosts = field(default_factory=lambda: DepthCosts(1))
+    costs: Costs = field(default_factory=lambda: DepthCosts(1))
     network: Network = field(default_factory=Network)
     allow: tuple[str, ...] = ()
     placements: tuple[str, ...] = ()
     seed: int = 0
     budget_s: float = 5.0
     max_stages: int | None = None
+    num_stages: int | None = None
+
+    def allows(self, num_stages: int) -> bool:
+        """Return whether the model can have so many stages."""
+        if self.num_stages is not None:
+            return num_stages == self.num_stages
+        return self.max_stages is None or num_stages <= self.max_stages
 
 
 @dataclass(frozen=True, slots=True)

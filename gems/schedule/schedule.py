@@ -91,6 +91,11 @@ class Schedule:
         return bool(self._marks[Kind.I])
 
     @property
+    def has_memory_actions(self) -> bool:
+        """Whether any activations are recomputed, or leave for host memory."""
+        return bool(self._marks[Kind.R]) or self.has_copies
+
+    @property
     def has_copies(self) -> bool:
         """Whether activations leave for host memory, so that bytes held depend on time and not on order alone."""
         return bool(self._marks[Kind.OFFLOAD])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.partition.methods import partition_model
 from gems.partition.operator_placement import placed_on
+from gems.partition.problem import Partition
+from gems.profile import ModelProfile
+from gems.profile.store import profile_of
 from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
@@ -16,11 +21,15 @@ from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
-from gems.schedule.synthesis import capped
+from gems.schedule.synthesis import Found, capped
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.costs import activation_cap, depth_costs, network_in_seconds, network_in_units, schedule_costs
+from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.utils.cache import cached
+
+SEARCH = 1  # another number for searches that would find other schedules
+MAX_CUTS = 2  # times that the model is cut again for the schedule that was found
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:
@@ -36,27 +45,68 @@ def compute_schedule(spec: RunSpec) -> Schedule:
     if name == PLACED:
         return placed_on(spec, network_in_seconds(spec))
     if name == CAPPED:
-        return from_json(search_schedule(spec)["schedule"])
+        return from_json(search_schedule(spec)["schedule"])  # of a model with the cut that it was found with
     return FAMILIES[name].build(schedule_request(spec))
 
 
-def search_schedule(spec: RunSpec) -> dict[str, Any]:
+def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[str, Any]:
     """Return what the search of schedule=capped found, from the cache where it has been done.
 
     The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
-    `placement`, `method` and `candidates`.
+    `placement`, `method` and `candidates`; with cost=profile also `boundaries`, the cut that was found with the
+    schedule, and `unit_bytes`, the bytes of a cap of 1. The profile is that of the run, unless it is given.
 
     Raises:
-        ConfigError: a cap that no placement can keep.
+        ConfigError: a cap that no placement can keep, or a profile that cannot be had.
     """
-    request = schedule_request(spec)
+    if spec.cost.name != PROFILE:
+        request, model = schedule_request(spec), None
+    else:
+        model = ModelCosts(spec, profile or profile_of(spec))
+        request = model_request(spec, model)
 
     def search() -> dict[str, Any]:
-        answer = capped(request, published_schedules(request))
+        more: dict[str, Any] = {}
+        if model is None:
+            answer = capped(request, published_schedules(request))
+        else:
+            answer, boundaries = search_with_cut(request, model)
+            more = {"boundaries": list(boundaries), "unit_bytes": model.unit_bytes}
         names = ("bound", "placement", "method", "candidates")
-        return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names}
+        return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names} | more
 
-    return cached(spec.cache_dir, CAPPED, repr((request, IS_INSTALLED)), search)
+    return cached(spec.cache_dir, CAPPED, repr((SEARCH, request, IS_INSTALLED)), search)
+
+
+def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, tuple[int, ...]]:
+    """Return the fastest schedule found and the cut of the model that it runs with.
+
+    The model is cut for each placement, and then again for the schedule that was found, by the time of its step; with
+    that cut the search goes on, until neither changes. The schedule found before is one of the rivals, so that none is
+    slower than the one before it.
+    """
+    found = capped(request, published_schedules(request))
+    for _ in range(MAX_CUTS):
+        placement = found.schedule.placement
+        before, after = model.cut(placement), model.faster_cut(found.schedule, request.network, request.cap)
+        if after == before:
+            break
+        model = model.with_cut(placement, after)
+        request = replace(request, costs=model)
+        found = capped(request, [found.schedule, *published_schedules(request)])
+    return found, model.cut(found.schedule.placement)
+
+
+def partition_of(run: RunSpec, schedule: Schedule) -> Partition:
+    """Return the partition of a resolved run: of a schedule that was searched by a profile the cut found with it.
+
+    Raises:
+        ConfigError, DoesNotFitError: as `partition_model`.
+    """
+    if run.schedule.name != CAPPED or run.cost.name != PROFILE:
+        return partition_model(run, schedule)
+    parallel = replace(run.parallel, boundaries=search_schedule(run)["boundaries"])
+    return partition_model(replace(run, parallel=parallel), schedule)
 
 
 def lowered_schedule(spec: RunSpec) -> Schedule:
@@ -71,6 +121,18 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
     made = compute_schedule(spec)
     costs, cap = schedule_costs(spec, made.placement), activation_cap(spec)
     return validate(lower(made, costs, network_in_units(spec), cap), costs, cap)
+
+
+def model_request(spec: RunSpec, model: ModelCosts) -> Request:
+    """Return what a search over the stages of a profiled model is asked for, in the units of `model`."""
+    unit_s, link = model.unit_s, spec.cost.link / model.unit_s
+    cost = replace(spec.cost, unit_s=unit_s, link=link, activation_bytes=model.unit_bytes)
+    request = schedule_request(replace(spec, cost=cost))
+    num_layers, boundaries = model.profile.num_layers, spec.parallel.boundaries
+    return replace(
+        request, costs=model, max_stages=min(num_layers, request.max_stages or num_layers),
+        num_stages=None if boundaries is None else len(boundaries) - 1,
+    )  # fmt: skip
 
 
 def schedule_request(spec: RunSpec) -> Request:

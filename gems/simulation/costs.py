@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from gems.config.schema import RunSpec
+from gems.errors import ConfigError
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
 from gems.schedule.costs import DepthCosts, Network, StageCosts
@@ -31,15 +33,30 @@ def depth_costs(run: RunSpec) -> DepthCosts:
         num_ranks=run.parallel.partitions, forward=cost.forward, input_grad=cost.input_grad,
         weight_grad=cost.weight_grad, recompute=cost.recompute, copy=cost.offload,
         boundary_bytes=float(cost.boundary_bytes), times=tuple(cost.times), activations=tuple(cost.activations),
+        given=_given_stages(cost.stages) if cost.stages else None,
     )  # fmt: skip
+
+
+def _given_stages(stages: Mapping[str, Any]) -> StageCosts:
+    given: dict[str, Any] = {name: tuple(map(float, values)) for name, values in stages.items()}
+    return StageCosts(**given)
 
 
 def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
     """Return the costs of a schedule's stages in units, with the all-reduce of the gradients.
 
     Without `cost.param_bytes` that takes no time, so that abstract costs are those of the pipeline alone.
+
+    Raises:
+        ConfigError: `cost.stages` has other stages.
     """
-    stages = depth_costs(run).stages(placement.num_stages) if placement.feeders is None else stage_costs_of(run)
+    costs = depth_costs(run)
+    if costs.given is not None and costs.given.num_stages != placement.num_stages:
+        raise ConfigError(
+            "cost.stages", f"of {costs.given.num_stages} stages",
+            f"must be of {placement.num_stages}, the stages of schedule={run.schedule.name}",
+        )  # fmt: skip
+    stages = costs.of(placement) if placement.feeders is None else stage_costs_of(run)
     sizes = [gradient_bytes(run, placement, rank) or None for rank in range(placement.num_ranks)]
     return _with_all_reduce(run, stages, placement, network_in_units(run), sizes)
 

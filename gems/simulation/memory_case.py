@@ -12,6 +12,7 @@ from gems.memory.storages import profile_storages
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN
 from gems.simulation.costs import network_in_seconds, slowest_replica, with_all_reduce
@@ -56,14 +57,17 @@ def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
     Raises:
         DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than machine.host_bytes.
     """
-    policy, peaks, worst = outcome.plan.policy, outcome.peak_bytes, outcome.fullest_rank
+    peaks, worst = outcome.peak_bytes, outcome.fullest_rank
+    is_searched = outcome.plan.policy == CAPPED
+    policy = f"schedule={CAPPED}" if is_searched else f"memory={outcome.plan.policy}"
+    smaller = "lower schedule.activation_cap, or use a smaller image or micro-batch" if is_searched else SMALLER
     limit, host_limit = spec.machine.device_bytes, spec.machine.host_bytes
     if limit is not None and peaks[worst] > limit:
-        raise DoesNotFitError(f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER)
+        raise DoesNotFitError(f"rank {worst} of {len(peaks)} under {policy}", peaks[worst], limit, smaller)
     if host_limit is not None and not fits_host(spec, outcome.host_bytes):
         num_ranks = _ranks_on_node(spec, outcome.host_bytes)
         raise DoesNotFitError(
-            f"host memory of {num_ranks} ranks on a node under memory={policy}",
+            f"host memory of {num_ranks} ranks on a node under {policy}",
             node_host_bytes(spec, outcome.host_bytes), host_limit,
             "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
             key="machine.host_bytes",

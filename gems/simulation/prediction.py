@@ -12,7 +12,6 @@ from gems.memory.case import PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import RankTimeline
 from gems.models import layers_of
-from gems.partition.methods import partition_model
 from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
@@ -21,7 +20,7 @@ from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
-from gems.simulation.build import search_schedule
+from gems.simulation.build import partition_of, search_schedule
 from gems.simulation.costs import (
     activation_cap,
     network_in_seconds,
@@ -32,7 +31,7 @@ from gems.simulation.costs import (
 )
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.memory_case import memory_case
-from gems.simulation.profiled_costs import PROFILE
+from gems.simulation.model_costs import PROFILE
 
 # The name of a rank's times in the JSON, and in `RankTime`.
 TIMES = {
@@ -158,7 +157,7 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
     has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
     if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
-    case = memory_case(run, compute_only(schedule), partition_model(run, schedule).boundaries)
+    case = memory_case(run, compute_only(schedule), partition_of(run, schedule).boundaries)
     return _memory_over_time(case.timelines(MemoryPlan.keeping(case.boundaries), schedule), step)
 
 

@@ -8,17 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 from gems.config.schema import CostConfig, RunSpec
-from gems.memory.timeline import stage_costs
+from gems.memory.timeline import acting_stage_costs
 from gems.partition.methods import partition_model
 from gems.profile import ModelProfile
-from gems.profile.spans import Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
-from gems.simulation.build import compute_schedule
+from gems.simulation.build import compute_schedule, search_schedule
+from gems.simulation.model_costs import PROFILE
 
-PROFILE = "profile"
 MIN_S = 1e-9  # times are above 0
+_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy")
+_SIZES = ("activation", "movable", "held_for_weights", "boundary")
 
 
 def with_profiled_costs(spec: RunSpec) -> RunSpec:
@@ -26,35 +27,53 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
 
     This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of time is the second,
     that of activations what the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages of
-    its partition; a searched one, whose number of stages is not known before, the layers themselves, cut at equal
-    depth. Forward, input and weight gradient share a stage's time as they share the model's.
+    its partition; a searched one those that it was found with, and activations in the unit of its cap.
 
     Raises:
-        ConfigError: as `profile_of` and `cut`.
+        ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
         DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
     if spec.cost.name != PROFILE or spec.cost.activation_bytes:
         return spec
     profile = profile_of(spec)
-    by_layer = replace(spec, cost=profiled_costs(spec, profile, list(range(profile.num_layers + 1))))
     if spec.schedule.name == CAPPED:
-        return by_layer
-    boundaries = partition_model(spec, compute_schedule(by_layer)).boundaries
-    kept = list(stage_costs(Spans(profile), boundaries).activation)
-    return replace(spec, cost=profiled_costs(spec, profile, boundaries, kept))
+        found = search_schedule(spec)
+        return replace(spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"]))
+    by_layer = replace(spec, cost=layer_costs(spec, profile))
+    return replace(
+        spec, cost=profiled_costs(spec, profile, partition_model(spec, compute_schedule(by_layer)).boundaries)
+    )
+
+
+def layer_costs(spec: RunSpec, profile: ModelProfile) -> CostConfig:
+    """Return the costs of a model whose stages are not known, each layer a piece of its depth."""
+    kept = [float(layer.kept_bytes) for layer in profile.layers]
+    return _costs(spec, profile, list(range(profile.num_layers + 1)), kept)
 
 
 def profiled_costs(
-    spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], kept: list[float] | None = None
+    spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
 ) -> CostConfig:
-    """Return the costs of pieces of the depth, each the layers between two boundaries, in seconds and bytes.
+    """Return the costs of the stages between boundaries; `unit_bytes` is the unit of activations, if it is given."""
+    machine = spec.machine
+    rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
+    stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates)
+    cost = _costs(spec, profile, boundaries, list(stages.activation), unit_bytes)
+    by_name = {name: list(getattr(stages, name)) for name in (*_TIMES, "boundary_bytes")}
+    by_name |= {name: [size / cost.activation_bytes for size in getattr(stages, name)] for name in _SIZES}
+    return replace(cost, stages=by_name)
 
-    `kept` is what each piece keeps of one micro-batch, if it is not the sum over its layers.
-    """
+
+def _costs(
+    spec: RunSpec,
+    profile: ModelProfile,
+    boundaries: Sequence[int],
+    kept: Sequence[float],
+    unit_bytes: int | None = None,
+) -> CostConfig:
+    """Return the costs of pieces of the depth, each the layers between two boundaries, of which each keeps `kept`."""
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = spec.parallel.partitions
-    if kept is None:
-        kept = [float(sum(layer.kept_bytes for layer in piece)) for piece in pieces]
     activations = [max(1.0, size) for size in kept]
     one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
     shares: dict[str, Any] = {
@@ -67,7 +86,7 @@ def profiled_costs(
         times=[max(MIN_S, sum(layer.time_s for layer in piece)) for piece in pieces],
         activations=activations,
         unit_s=1.0,
-        activation_bytes=max(1, round(sum(activations) / sum(one))),
+        activation_bytes=unit_bytes or max(1, round(sum(activations) / sum(one))),
         boundary_bytes=max((profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0),
         param_bytes=sum(layer.param_bytes for layer in profile.layers) // num_ranks,
     )

@@ -9,6 +9,7 @@ import pytest
 
 import gems.partition.methods
 import gems.profile.store
+import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.partition.methods import METHODS
@@ -30,6 +31,7 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
     for module in (
         gems.partition.methods,
+        gems.simulation.build,
         gems.simulation.profiled_costs,
         gems.simulation.memory_case,
         gems.profile.store,

@@ -11,7 +11,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
+from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec, ScheduleConfig
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import Pipeline, build_pipeline
@@ -19,6 +19,8 @@ from gems.engine.transport.mpi import allgather, broadcast
 from gems.engine.verification.compare import collect_values
 from gems.errors import DoesNotFitError
 from gems.runs.run_plan import RunPlan, plan_run
+from gems.schedule.action import Kind
+from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
 from gems.simulation.memory_case import memory_case
 from tests.engine import toys
@@ -45,6 +47,7 @@ SIDE_PX, LEARNING_RATE = 32, 0.05
 if "GEMS_FULL_NETWORKS" in os.environ:
     # AmoebaNet-D comes to nothing finite from images and steps of the others' size
     NETWORKS, SIDE_PX, LEARNING_RATE = FULL_NETWORKS, 64, 1e-4
+PLAIN_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 SCHEDULES = ("1f1b", "gems_master", "layer_parallel")
 POLICIES = {
     "vdnn_all": MemoryConfig("vdnn_all"),
@@ -163,3 +166,25 @@ def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
     assert pipeline.segments is not None
     swapped = allgather(part, pipeline.segments.store.counters.offloaded_bytes)
     assert min(swapped) > 0 and swapped[0] == swapped[1]
+
+
+@pytest.mark.parametrize("actions", [["recompute"], ["offload"], ["offload", "recompute"]])
+@pytest.mark.parametrize("network", ["resnet", "unet"])
+def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions):
+    """Beside the same list without them; each recomputes or moves something."""
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    schedule = ScheduleConfig("capped", activation_cap=1.0, memory_actions=actions, budget_s=0.3, placements=["v"])
+    spec = replace(spec_of(network, "1f1b", MemoryConfig()), schedule=schedule)
+    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    assert made.memory is not None and made.schedule.has_memory_actions
+    plain = [[action for action in row if action.kind in PLAIN_KINDS] for row in made.schedule.rows]
+    rows = tuple(tuple(action._replace(segment=None) for action in row) for row in plain)
+    kept = replace(made, schedule=lower(replace(made.schedule, rows=rows, passes=())), memory=None)
+    wanted = played(spec, part, kept)[1]
+    pipeline, found = played(spec, part, made)
+    assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    activations = pipeline.train.activations
+    assert activations.peak_bytes == made.memory.ranks[pipeline.rank].peak_activation_bytes
+    assert activations.peak_bytes <= made.costs.activation_bytes and activations.held_bytes == 0

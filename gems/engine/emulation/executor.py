@@ -20,7 +20,7 @@ from gems.engine.transport.message_tags import MessageTags
 from gems.engine.transport.mpi import PersistentRequest, Transport
 from gems.engine.transport.polling import Waiter, realtime_priority
 from gems.runs.heartbeat import Heartbeat
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies
 from gems.schedule.ledger import Ledger
@@ -178,9 +178,7 @@ class EmulatedExecutor:
         self._brings = {action: round(self._ledger.brings(action) * activation_bytes) for action in actions}
         self._leaves = {action: round(self._ledger.leaves(action) * activation_bytes) for action in actions}
         self._copied_bytes = {
-            action: round(costs.activation[action.stage] * activation_bytes)
-            for action in actions
-            if action.kind in COPY_KINDS
+            action: round(costs.moved(action) * activation_bytes) for action in actions if action.kind in COPY_KINDS
         }
         self._free_ns = self._begin_ns = 0
         self._engine_free_ns: dict[Kind, int] = {}
@@ -193,6 +191,7 @@ class EmulatedExecutor:
             dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP), self._compute)
             | dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), channels.post)
             | dict.fromkeys(COPY_KINDS, self._copy)
+            | dict.fromkeys(WAIT_KINDS, self._wait)
             | {Kind.REDUCE_GRAD: self._reduce},
             channels.poll,
             heartbeat,
@@ -246,6 +245,7 @@ class EmulatedExecutor:
             *(self._copy_end_ns[copy] for copy in self._copies_of[action]),
         ))  # fmt: skip
         size, is_out = self._copied_bytes[action], action.kind is Kind.OFFLOAD
+        is_freed = is_out and not self._schedule.has(Kind.FREE, *action[1:])
         if not is_out:
             begin_ns = round(self._ledger.take(self._rank, action, begin_ns))
             self._schedule_at(begin_ns, lambda: self._recorder.count_bytes(size))
@@ -256,11 +256,20 @@ class EmulatedExecutor:
 
         def end() -> None:
             self._recorder.count_host_bytes(size if is_out else -size)
-            if is_out:
+            if is_freed:
                 self._recorder.count_bytes(-size)
             self._recorder.span(action, COPY_OUT if is_out else COPY_IN, begin_ns, end_ns, size)
 
         self._schedule_at(end_ns, end)
+
+    def _wait(self, action: Action) -> None:
+        """Wait for a copy to end, and free what one to the host has moved."""
+        end_ns = max((self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action])))
+        self._waiter.wait_until_time(end_ns)
+        self._run_due(end_ns)
+        self._ledger.give(action)
+        self._recorder.count_bytes(-self._leaves[action])
+        self._free_ns = end_ns
 
     def _schedule_at(self, time_ns: int, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (time_ns, next(self._order), act))

@@ -64,10 +64,12 @@ def _rivals(request: Request) -> Iterable[Request]:
     for chunks in RIVAL_CHUNKS:
         if p * request.num_micro_batches * chunks > MAX_FORWARDS:
             break
+        if not request.allows(p * chunks):
+            continue
         if request.cap is None:
             yield replace(request, chunks=chunks)
             continue
-        sizes = request.costs.stages(p * chunks).activation
+        sizes = request.costs.of(looped(p, chunks)).activation
         units = {1.0, chunks * max(sizes), max(sum(sizes[rank::p]) for rank in range(p))}
         yield from with_sizes("cap", sorted(request.cap / unit for unit in units if unit))(
             replace(request, chunks=chunks)
@@ -106,7 +108,7 @@ def group_interleaved(request: Request) -> Schedule:
         )  # fmt: skip
     timed, placement = _timed(num_ranks, request.num_micro_batches, chunks, sizes), looped(num_ranks, chunks)
     order = in_order_of_time("group_interleaved", request.num_micro_batches, placement, timed)
-    costs = request.costs.stages(num_ranks * chunks)
+    costs = request.costs.of(placement)
     return place_weight_gradients(order, costs, _held(num_ranks, chunks, sizes[0]))
 
 

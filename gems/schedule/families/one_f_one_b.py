@@ -43,7 +43,7 @@ def _most_in_flight(request: Request) -> Iterable[Request]:
     p, n, cap = request.num_ranks, request.num_micro_batches, request.cap
     if cap is None:
         return [request]
-    limit, sizes = cap + TOLERANCE, request.costs.stages(p).activation
+    limit, sizes = cap + TOLERANCE, request.costs.of(linear(p)).activation
     fitting = (k for k in range(p, 0, -1) if all(min(k, p - s, n) * size <= limit for s, size in enumerate(sizes)))
     return with_sizes("cap", [float(k) for k in fitting][:1])(request)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gems.errors import ConfigError
-from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.registry import FAMILIES, Family, Request
 from gems.schedule.schedule import Schedule
@@ -24,10 +23,11 @@ def published_schedules(request: Request) -> list[Schedule]:
     for name, family in FAMILIES.items():
         if family.rival is None or (family.num_directions == 2 and request.num_micro_batches % 2):
             continue
+        if family.stages_per_rank and not request.allows(family.stages_per_rank * request.num_ranks):
+            continue
         for size in family.rival(request):
             peak = family.peak_units(family.terms(size)) if family.peak_units else None
             rivals.append((peak or 0.0, name, family, size))
-    stages: dict[int, StageCosts] = {}
     served: set[tuple[str, int]] = set()
     found = []
     is_large = request.num_ranks * request.num_micro_batches >= LARGE
@@ -35,9 +35,9 @@ def published_schedules(request: Request) -> list[Schedule]:
     for peak, name, family, size in sorted(rivals, key=lambda rival: -rival[0]):
         per_rank = family.stages(size.chunks)
         num_stages, siblings = per_rank * request.num_ranks, (family.siblings or name, per_rank)
-        if request.max_stages is not None and num_stages > request.max_stages:
+        if not request.allows(num_stages):
             continue
-        costs = stages.setdefault(num_stages, request.costs.stages(num_stages))
+        costs = request.costs.of(family.place(request.num_ranks, size.chunks))
         lightest = min(costs.activation) * per_rank
         if peak * lightest > limit or (is_large and siblings in served):  # of those alike the largest is the fastest
             continue

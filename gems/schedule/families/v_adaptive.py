@@ -57,7 +57,7 @@ def v_adaptive(request: Request) -> Schedule:
             "raise it, or use schedule=capped",
         )  # fmt: skip
     short = replace(request, num_micro_batches=min(request.num_micro_batches, 2 * num_ranks))
-    costs = request.costs.stages(2 * num_ranks)
+    costs = request.costs.of(v(num_ranks))
     tried = max(2, min(MAX_TRIED, SIZE_TRIED // num_ranks**2))
     blocks = sorted(_blocks(num_ranks, held), reverse=True)[:tried]
 

@@ -73,7 +73,7 @@ def repeated(name: str, request: Request, steps: Steps, waits: Waits, most_held:
     order = in_order_of_time(name, num_micro_batches, v(num_ranks), timed)
     if waits[1]:
         order = squeeze(order, most_held)
-    return place_weight_gradients(order, request.costs.stages(2 * num_ranks), most_held)
+    return place_weight_gradients(order, request.costs.of(order.placement), most_held)
 
 
 def block(num_ranks: int, steps: Steps, waits: Waits) -> list[int]:

@@ -28,4 +28,4 @@ def zb_v(request: Request) -> Schedule:
         letters = "f" * (2 * below - 1) + "Ff" * rank + "FI" * below + "fiFI" * num_micro_batches
         rows.append(from_letters(letters, rank, num_ranks, num_micro_batches))
     order = Schedule("zb_v", num_micro_batches, v(num_ranks), tuple(rows))
-    return place_weight_gradients(order, request.costs.stages(2 * num_ranks), 2 * num_ranks)
+    return place_weight_gradients(order, request.costs.of(order.placement), 2 * num_ranks)

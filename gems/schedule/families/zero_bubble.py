@@ -57,4 +57,4 @@ def _zero_bubble(name: str, request: Request, warmup: int) -> Schedule:
         row += [input_gradient(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
         rows.append(tuple(row))
     order = Schedule(name, num_micro_batches, linear(num_ranks), tuple(rows))
-    return place_weight_gradients(order, request.costs.stages(num_ranks), warmup * (num_ranks - 1) + 1)
+    return place_weight_gradients(order, request.costs.of(order.placement), warmup * (num_ranks - 1) + 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
+from gems.schedule.costs import DepthCosts
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.lower import add_transfers
@@ -76,7 +77,7 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
 
     def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
         """Return the best so far and this schedule's simulation as ranks run it, whichever is faster."""
-        costs, network = request.costs.stages(schedule.num_stages), request.network
+        costs, network = request.costs.of(schedule.placement), request.network
         try:
             result = simulate(schedule, costs, network, cap)
             is_faster = best is None or result.span < best[0].span
@@ -88,7 +89,7 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
 
     for rival in rivals:
         if (rival.num_ranks, rival.num_micro_batches) == (request.num_ranks, request.num_micro_batches) and (
-            cap is None or max(peaks(rival, request.costs.stages(rival.num_stages))) <= cap + TOLERANCE
+            cap is None or max(peaks(rival, request.costs.of(rival.placement))) <= cap + TOLERANCE
         ):
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
@@ -101,7 +102,7 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     if best is None:
         raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
     result, schedule, method = best
-    validate(schedule, request.costs.stages(schedule.num_stages), cap)
+    validate(schedule, request.costs.of(schedule.placement), cap)
     shortest = min(shortest, _time_bound(_problem(request, method, schedule.placement), allow))
     bound = result.efficiency * result.span / shortest if shortest else 1.0
     known = _placements(replace(request, placements=()))
@@ -136,7 +137,8 @@ def least_cap(request: Request) -> float:
 
 def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
     """Return the request with costs of its ranks, its problem on each allowed placement, and the least cap of each."""
-    request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
+    if isinstance(request.costs, DepthCosts):
+        request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
     found = [_problem(request, f"{name}-{i}", placement) for i, (name, placement) in enumerate(_placements(request))]
     rooms = []
     for one in found:
@@ -146,17 +148,19 @@ def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
 
 
 def _problem(request: Request, name: str, placement: Placement) -> Problem:
-    costs = request.costs.stages(placement.num_stages)
+    costs = request.costs.of(placement)
     return problem(name, placement, request.num_micro_batches, costs, request.network, request.cap)
 
 
 def _placements(request: Request) -> list[tuple[str, Placement]]:
     """Return the placements that a request allows, by name; a wave with four and with eight stages a rank.
 
-    More stages free activations sooner and more smoothly. None has more than the request's `max_stages`, unless
-    nothing else is left.
+    More stages free activations sooner and more smoothly.
+
+    Raises:
+        ConfigError: the model's cut is given, and no allowed placement has so many stages.
     """
-    num_ranks, most = request.num_ranks, request.max_stages
+    num_ranks = request.num_ranks
     made = {
         "linear": [linear(num_ranks)],
         "bidirectional": [bidirectional(num_ranks)],
@@ -164,7 +168,13 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
         "wave": [wave(num_ranks, chunks) for chunks in WAVE_CHUNKS],
     }
     found = [(name, placement) for name in request.placements or tuple(made) for placement in made[name]]
-    fitting = [(name, placement) for name, placement in found if most is None or placement.num_stages <= most]
+    fitting = [(name, placement) for name, placement in found if request.allows(placement.num_stages)]
+    if not fitting and request.num_stages is not None:
+        raise ConfigError(
+            "parallel.boundaries", f"of {request.num_stages} stages",
+            f"must make one of {sorted({placement.num_stages for _, placement in found})} stages, those of the "
+            "placements that schedule=capped may use", "leave it out, and the search cuts the model too",
+        )  # fmt: skip
     return fitting or [min(found, key=lambda pair: pair[1].num_stages)]
 
 

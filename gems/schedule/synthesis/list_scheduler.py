@@ -13,6 +13,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.synthesis.problem import Act, Acting, Problem
 
 NEVER = 1 << 60
+NUM_OPERATIONS = 7  # of a micro-batch on a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ListScheduler:
     The forwards of a stage keep the order of the micro-batches, whatever their keys: batch norm's statistics follow it.
 
     Room is given so that every micro-batch that has started can still end, in the order of their starts (the banker's
-    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. `rows` hold micro-batch x 6 S + operation,
+    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. `rows` hold micro-batch x 7 S + operation,
     operations as in `Acting`. `span` is in ticks, `NEVER` if the step did not end.
     """
 
@@ -55,7 +56,7 @@ class ListScheduler:
         self.used, self.leaving, self.oldest = ([0] * problem.num_ranks for _ in range(3))
         self.ready: list[list[Item]] = [[] for _ in ranks]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
-        self.copies: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        self.copies: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
         self.rows: list[list[int]] = [[] for _ in ranks]
         ways = [m % problem.num_directions for m in numbers]
         self.held = [[0] * problem.num_micro_batches for _ in ranks]
@@ -86,10 +87,11 @@ class ListScheduler:
         """Return the rows as a schedule of actions."""
         stages = range(self.num_stages)
         kinds = [(Kind.F, stage) for stage in stages] + [(Kind.I, stage) for stage in reversed(stages)]
-        kinds += [(kind, stage) for kind in (Kind.W, Kind.R, Kind.OFFLOAD, Kind.PREFETCH) for stage in stages]
+        others = (Kind.W, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE)
+        kinds += [(kind, stage) for kind in others for stage in stages]
 
         def action(code: int) -> Action:
-            m, operation = divmod(code, 6 * self.num_stages)
+            m, operation = divmod(code, NUM_OPERATIONS * self.num_stages)
             return Action(*kinds[operation], m, m % self.problem.num_directions)
 
         rows = tuple(tuple(map(action, row)) for row in self.rows)
@@ -104,9 +106,10 @@ class ListScheduler:
         """Start the next operation of an idle rank, or have the rank asked again in time."""
         copies = self.copies[rank]
         while copies and copies[0][0] <= now:
-            size = heappop(copies)[1]
-            self.used[rank] -= size
-            self.leaving[rank] -= size
+            _, m, stage = heappop(copies)
+            self.used[rank] -= self.problem.moved[stage]
+            self.leaving[rank] -= self.problem.moved[stage]
+            self.note(rank, m, 6 * self.num_stages + stage)
         best, coming, wake = self.choose(now, rank)
         weights, defer = self.weights[rank], self.rules.defer
         is_weight = bool(weights) and (
@@ -124,7 +127,7 @@ class ListScheduler:
                 heappush(self.events, (wake, rank))
         else:
             self.ready[rank].remove(best)
-            self.rows[rank].append(best[1] * 6 * self.num_stages + best[2])
+            self.note(rank, best[1], best[2])
             if best[2] < 2 * self.num_stages:
                 self.start_chain(now, rank, best)
             else:
@@ -142,8 +145,8 @@ class ListScheduler:
                     coming = item
                 continue
             if num_stages <= operation < 2 * num_stages:
-                return item, coming, wake
-            if operation < num_stages:
+                size = self.problem.grows[2 * num_stages - 1 - operation]
+            elif operation < num_stages:
                 if m != self.following[m % num_directions][operation]:
                     continue
                 if key > now + rules.lead:
@@ -157,7 +160,7 @@ class ListScheduler:
                 wake = min(wake, self.in_free[rank])
                 continue
             else:
-                size = self.problem.size[operation - 5 * num_stages]
+                size = self.problem.moved[operation - 5 * num_stages]
             if not size:
                 return item, coming, wake
             if 0 <= refused < m and size >= asked and (m - refused) % num_directions == 0:
@@ -189,6 +192,10 @@ class ListScheduler:
         self.used[rank] += size
         self.held[rank][m] += size
 
+    def note(self, rank: int, m: int, operation: int) -> None:
+        """Put an operation at the end of a rank's row."""
+        self.rows[rank].append(m * NUM_OPERATIONS * self.num_stages + operation)
+
     def occupy(self, rank: int, until: int) -> None:
         """Keep a rank busy, and ask it again at the end."""
         self.free[rank] = until
@@ -198,7 +205,7 @@ class ListScheduler:
         """Start the first weight gradient of a rank, the last operation of a stage and micro-batch."""
         _, m, stage = heappop(self.weights[rank])
         self.take(rank, m, -self.problem.held[stage])
-        self.rows[rank].append((m * 6 + 2) * self.num_stages + stage)
+        self.note(rank, m, 2 * self.num_stages + stage)
         self.finish(rank, now + self.problem.weight_grad[stage])
         left, started, oldest = self.left[rank], self.started, self.oldest[rank]
         left[m] -= 1
@@ -254,12 +261,12 @@ class ListScheduler:
     def copy_out(self, rank: int, m: int, stage: int, begin: int) -> None:
         """Post a copy to host memory, which starts when its engine is free."""
         end = max(begin, self.out_free[rank]) + self.problem.copy[stage]
-        size = self.problem.size[stage]
+        size = self.problem.moved[stage]
         self.out_free[rank] = end
-        self.rows[rank].append((m * 6 + 4) * self.num_stages + stage)
+        self.note(rank, m, 4 * self.num_stages + stage)
         self.held[rank][m] -= size
         self.leaving[rank] += size
-        heappush(self.copies[rank], (end, size))
+        heappush(self.copies[rank], (end, m, stage))
         heappush(self.events, (end, rank))
         self.away[m, stage] = end
 
@@ -292,7 +299,7 @@ class ListScheduler:
             back = now + problem.recompute[stage]
             self.occupy(rank, back)
         else:
-            self.take(rank, m, problem.size[stage])
+            self.take(rank, m, problem.moved[stage])
             back = self.in_free[rank] = now + problem.copy[stage]
             heappush(self.events, (now, rank))
         self.restored[m, stage] = back

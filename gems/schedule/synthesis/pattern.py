@@ -142,7 +142,9 @@ def _held(
         for stage in reversed(range(num_stages)):
             rank, size, act = problem.rank[direction][stage], problem.size[stage], acts[stage]
             begin, end = row[stage], row[2 * num_stages + stage] + problem.weight_grains[stage]
-            lives = [(begin, end, size)]
+            lives, turn, change = [(begin, end, size)], row[2 * num_stages - 1 - stage], problem.held[stage] - size
+            if change < 0:  # freed by the input gradient
+                turn += problem.time_grains[direction][2 * num_stages - 1 - stage]
             if act == Act.RECOMPUTE:
                 boundary = problem.boundary[stage]
                 lives = [(again[g][stage], end, size - boundary), (begin, end, boundary)]
@@ -152,10 +154,11 @@ def _held(
                 home = back[rank].put_before(row[2 * num_stages - 1 - stage], length)
                 if out is None or home is None or home < out + length:
                     return None
-                lives = [(begin, out + length, size), (home, end, size)]
-            for begin, end, amount in lives:
-                base[rank] += (end // period - begin // period) * amount
-                changes[rank] += ((begin % period, amount), (end % period, -amount))
+                moved = problem.moved[stage]
+                lives = [(begin, end, size - moved), (begin, out + length, moved), (home, end, moved)]
+            for first, last, amount in (*lives, (turn, end, change)):
+                base[rank] += (last // period - first // period) * amount
+                changes[rank] += ((first % period, amount), (last % period, -amount))
     return [
         max(accumulate((change for _, change in sorted(some)), initial=level))
         for level, some in zip(base, changes, strict=True)

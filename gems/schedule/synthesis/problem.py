@@ -43,6 +43,7 @@ class Problem:
     recompute: tuple[int, ...]
     copy: tuple[int, ...]
     size: tuple[int, ...]
+    moved: tuple[int, ...]
     held: tuple[int, ...]
     boundary: tuple[int, ...]
     num_ranks: int
@@ -53,6 +54,11 @@ class Problem:
     weight_grains: tuple[int, ...]
     recompute_grains: tuple[int, ...]
     copy_grains: tuple[int, ...]
+
+    @property
+    def grows(self) -> tuple[int, ...]:
+        """What an input gradient leaves for the weight gradient beyond what forward kept, by stage."""
+        return tuple(max(0, held - size) for held, size in zip(self.held, self.size, strict=True))
 
     @property
     def num_steps(self) -> int:
@@ -122,7 +128,7 @@ def problem(
         ticks_per_unit=ticks_per_unit, grain=grain,
         rank=tuple((*row, *row[::-1]) for row in placement.ranks), time=(chain,) * placement.num_directions, lag=lags,
         weight_grad=weight_grad, recompute=recompute, copy=copy,
-        size=size, held=sizes(costs.held_for_weights), boundary=sizes(costs.boundary),
+        size=size, moved=sizes(costs.movable), held=sizes(costs.held_for_weights), boundary=sizes(costs.boundary),
         num_ranks=placement.num_ranks, num_stages=placement.num_stages, num_directions=placement.num_directions,
         time_grains=(grains(chain),) * placement.num_directions, lag_grains=tuple(map(grains, lags)),
         weight_grains=grains(weight_grad), recompute_grains=grains(recompute), copy_grains=grains(copy),
@@ -161,9 +167,9 @@ class Acting:
     """The acts of one micro-batch's stages, and what follows from them.
 
     Operations are numbered over S stages: forward s, input gradient 2 S - 1 - s, weight gradient 2 S + s,
-    recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s. `takes[s]` is what forward brings,
-    `awaited[d][c]` the stages whose activations are asked back when operation c of the chain starts, and
-    `peak_after[d][operation]` the most that the operation's rank holds of this micro-batch from then on.
+    recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s, the wait for a copy out 6 S + s. `takes[s]` is what
+    forward brings, `awaited[d][c]` the stages whose activations are asked back when operation c of the chain starts,
+    and `peak_after[d][operation]` the most that the operation's rank holds of this micro-batch from then on.
     """
 
     acts: tuple[int, ...]
@@ -203,13 +209,13 @@ def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple
         for stage in stages:
             held += problem.boundary[stage] if acts[stage] == Act.RECOMPUTE else problem.size[stage]
             levels.append((stage, held))
-            held -= problem.size[stage] if acts[stage] == Act.OFFLOAD else 0
+            held -= problem.moved[stage] if acts[stage] == Act.OFFLOAD else 0
         for stage in reversed(stages):
             if acts[stage]:
                 is_recomputed = acts[stage] == Act.RECOMPUTE
-                held += problem.size[stage] - (problem.boundary[stage] if is_recomputed else 0)
+                held += problem.size[stage] - problem.boundary[stage] if is_recomputed else problem.moved[stage]
                 levels.append(((3 if is_recomputed else 5) * num_stages + stage, held))
-            levels.append((2 * num_stages - 1 - stage, held))
+            levels.append((2 * num_stages - 1 - stage, held + problem.grows[stage]))
             held -= problem.size[stage]
         most = 0
         for operation, level in reversed(levels):

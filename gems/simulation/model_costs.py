@@ -1,0 +1,121 @@
+"""What a profiled model costs on any placement of its stages, with a cut for each: what a search under a cap asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from gems.config.schema import RunSpec
+from gems.memory.timeline import acting_stage_costs
+from gems.partition.methods import partition_model
+from gems.partition.step_time import Boundaries, Cost, shortest_step
+from gems.profile import ModelProfile
+from gems.schedule.action import Action, Kind
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.ledger import TOLERANCE, peaks
+from gems.schedule.placement import Placement, linear
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
+
+PROFILE = "profile"  # the name of costs
+CUT_BUDGET_S = 0.5  # of one placement, of which a search tries several
+
+
+class ModelCosts:
+    """The costs of a model's stages by its profile, in units, on any placement.
+
+    A placement has the cut that is given for it in `cuts`, by the run's own boundaries, or by its method of
+    partitioning. A unit of time is what a forward, an input gradient or a weight gradient of one micro-batch takes on
+    average on one of P equal ranks; a unit of activations the most that one micro-batch holds on any of P stages.
+
+    Raises:
+        ConfigError: fewer layers than ranks.
+    """
+
+    def __init__(self, spec: RunSpec, profile: ModelProfile, cuts: Mapping[Placement, Boundaries] | None = None):
+        machine = replace(spec.machine, kind="real", device_bytes=None)  # what fits is seen once there is a schedule
+        budget_s = min(CUT_BUDGET_S, spec.partition.budget_s)
+        self._spec = replace(spec, machine=machine, partition=replace(spec.partition, budget_s=budget_s))
+        self.profile, self._given = profile, dict(cuts or {})
+        self._cuts = dict(self._given)
+        self.unit_s = sum(layer.time_s for layer in profile.layers) / (3 * spec.parallel.partitions)
+        self._made: dict[Placement, StageCosts] = {}
+
+    def __repr__(self) -> str:
+        """Return all that the costs depend on, as a part of the key under which a search is kept."""
+        spec = self._spec
+        facts = (spec.partition, spec.parallel.boundaries, spec.memory.min_offload_bytes, self._rates)
+        return repr((facts, self.profile, sorted(self._given.items(), key=repr)))
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Bytes in a unit of activations."""
+        parallel = replace(self._spec.parallel, boundaries=None)
+        one = _one_micro_batch(linear(parallel.partitions))
+        boundaries = partition_model(replace(self._spec, parallel=parallel), one).boundaries
+        costs = self._in_bytes(boundaries)
+        return max(1, round(max(*costs.activation, *costs.held_for_weights)))
+
+    def cut(self, placement: Placement) -> Boundaries:
+        """Return where the model is cut into the stages of a placement."""
+        if placement not in self._cuts:
+            self._cuts[placement] = partition_model(self._spec, _one_micro_batch(placement)).boundaries
+        return self._cuts[placement]
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of the stages of a placement, in units."""
+        if placement not in self._made:
+            self._made[placement] = self.at(self.cut(placement))
+        return self._made[placement]
+
+    def at(self, boundaries: Boundaries) -> StageCosts:
+        """Return the costs of the stages between boundaries, in units."""
+        costs, unit_s, unit_bytes = self._in_bytes(boundaries), self.unit_s, self.unit_bytes
+        times = {name: getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "recompute", "copy")}
+        sizes = {name: getattr(costs, name) for name in ("activation", "movable", "held_for_weights", "boundary")}
+        return replace(
+            costs,
+            **{name: tuple(time / unit_s for time in some) for name, some in times.items()},
+            **{name: tuple(size / unit_bytes for size in some) for name, some in sizes.items()},
+        )
+
+    def faster_cut(self, schedule: Schedule, network: Network, cap: float | None) -> Boundaries:
+        """Return the cut with which the steps of a schedule are shortest among those near the cut of its placement.
+
+        It keeps the cap. Boundaries that are given, or made by another method or for another objective than time, stay.
+        """
+        best, method = self.cut(schedule.placement), self._spec.partition
+        if self._spec.parallel.boundaries or method.name != "exact" or method.objective not in ("auto", "time"):
+            return best
+
+        def cost(boundaries: Boundaries) -> Cost:
+            costs = self.at(boundaries)
+            peak = max(peaks(schedule, costs))
+            is_kept = cap is None or peak <= cap + TOLERANCE
+            return simulate(schedule, costs, network).span if is_kept else math.inf, peak
+
+        return shortest_step(best, cost, sum(map(len, schedule.rows)))[0]
+
+    def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
+        """Return the same with another cut for a placement."""
+        return ModelCosts(self._spec, self.profile, self._given | {placement: boundaries})
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        machine = self._spec.machine
+        return machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
+
+    def _in_bytes(self, boundaries: Boundaries) -> StageCosts:
+        return acting_stage_costs(self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates)
+
+
+def _one_micro_batch(placement: Placement) -> Schedule:
+    """Return the schedule of one micro-batch in each direction, which a placement is partitioned for."""
+    rows = []
+    for rank in range(placement.num_ranks):
+        held = placement.stages_on(rank)
+        row = [Action(Kind.F, stage, way, way) for way, stage in held]
+        rows.append((*row, *(Action(Kind.B, stage, way, way) for way, stage in reversed(held))))
+    return Schedule("one micro-batch", placement.num_directions, placement, tuple(rows))

@@ -1,0 +1,142 @@
+"""A search over the stages of a profiled model: its unit, its cuts, and its cap in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gems.partition.methods
+import gems.runs.run_plan
+import gems.simulation.build
+import gems.simulation.memory_case
+import gems.simulation.profiled_costs
+from gems.config.schema import CostConfig, MemoryConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
+from gems.errors import ConfigError, DoesNotFitError
+from gems.memory.plan import Choice, MemoryPlan
+from gems.profile import ModelProfile
+from gems.runs.run_plan import RunPlan, plan_run, predict
+from gems.schedule.action import Kind
+from gems.schedule.families.published_schedules import published_schedules
+from gems.schedule.lower import compute_only
+from gems.schedule.placement import Placement, bidirectional, linear, v, wave
+from gems.schedule.synthesis import capped
+from gems.simulation.build import model_request, search_schedule, search_with_cut
+from gems.simulation.costs import schedule_costs
+from gems.simulation.memory_case import memory_case
+from gems.simulation.model_costs import ModelCosts
+from tests.engine import toys
+from tests.partition.profiles import random_profile
+
+NUM_LAYERS = 11
+MODULES = (
+    gems.partition.methods, gems.runs.run_plan, gems.simulation.build, gems.simulation.memory_case,
+    gems.simulation.profiled_costs,
+)  # fmt: skip
+
+
+def made_up(seed: int) -> ModelProfile:
+    return random_profile(NUM_LAYERS, seed, decay=0.9)
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
+    """ResNet-20 on two ranks with a made-up profile, under a cap."""
+    for module in MODULES:
+        monkeypatch.setattr(module, "profile_of", lambda spec: made_up(3))
+    made = toys.make_spec("1f1b", 2)
+    return replace(
+        made, partition=PartitionConfig(), cache_dir=str(tmp_path), memory=MemoryConfig(min_offload_bytes=0),
+        parallel=ParallelConfig(partitions=2, micro_batches=6),
+        model=replace(made.model, depth=20), schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2),
+    )  # fmt: skip
+
+
+def peaks_of(plan: RunPlan) -> tuple[list[int], int]:
+    """Return the peak bytes of what is saved on each rank, storage by storage, and those of a cap of 1."""
+    profile, compute = plan.profile, compute_only(plan.schedule)
+    assert profile is not None
+    case = memory_case(plan.spec, compute, plan.boundaries, profile)
+    kept = plan.memory_plan or MemoryPlan.keeping(plan.boundaries)
+    return [each.peak_activation_bytes for each in case.timelines(kept, plan.schedule)], plan.costs.activation_bytes
+
+
+@pytest.mark.parametrize("placement", [linear(2), bidirectional(2), v(2), wave(2, 4)])
+def test_units_are_those_of_a_rank_and_of_the_heaviest_stage(spec: RunSpec, placement: Placement) -> None:
+    model = ModelCosts(spec, made_up(3))
+    costs, boundaries = model.of(placement), model.cut(placement)
+    assert len(boundaries) == placement.num_stages + 1 and boundaries[-1] == NUM_LAYERS
+    work = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)
+    assert work == pytest.approx(2 * 3)
+    if placement == linear(2):
+        assert max(*costs.activation, *costs.held_for_weights) == pytest.approx(1.0)
+    assert all(0 <= part <= whole for part, whole in zip(costs.movable, costs.activation, strict=True))
+
+
+@pytest.mark.parametrize("actions", [[], ["recompute"], ["offload"], ["offload", "recompute"]])
+@pytest.mark.parametrize("cap", [1.0, 1.5])
+def test_a_run_keeps_its_cap_in_bytes(spec: RunSpec, cap: float, actions: list[str]) -> None:
+    schedule = replace(spec.schedule, activation_cap=cap, memory_actions=actions)
+    plan = plan_run(replace(spec, schedule=schedule))
+    peaks, unit_bytes = peaks_of(plan)
+    assert max(peaks) <= cap * unit_bytes
+    assert plan.schedule.num_stages <= NUM_LAYERS and plan.costs.name == "profile"
+    found = predict(plan)
+    assert found.step.efficiency <= found.bound + 1e-9
+    in_bytes = replace(schedule, activation_cap=None, activation_cap_bytes=round(cap * unit_bytes))
+    assert plan_run(replace(spec, schedule=in_bytes)).schedule.rows == plan.schedule.rows
+
+
+def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
+    """One segment a stage, whose copies are waited for; the device's limit holds for what the list leaves on it."""
+    asked = replace(spec, schedule=replace(spec.schedule, memory_actions=["offload"]))
+    plan = plan_run(asked)
+    assert plan.memory is not None and plan.memory_plan is not None
+    assert [len(stage) for stage in plan.memory_plan.stages] == [1] * plan.schedule.num_stages
+    kinds = [action.kind for _, action in plan.schedule.actions()]
+    assert kinds.count(Kind.OFFLOAD) == kinds.count(Kind.FREE) == kinds.count(Kind.PREFETCH) > 0
+    assert {segment.choice for stage in plan.memory_plan.stages for segment in stage} <= {Choice.OFFLOAD, Choice.KEEP}
+    peak = max(plan.memory.peak_bytes)
+    assert plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule == plan.schedule
+    with pytest.raises(DoesNotFitError, match=r"under schedule=capped.*lower schedule.activation_cap"):
+        plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak - 1)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> None:
+    model = ModelCosts(spec, made_up(seed))
+    request = model_request(replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)), model)
+    first = capped(request, published_schedules(request))
+    found, boundaries = search_with_cut(request, model)
+    assert found.span <= first.span * (1 + 1e-9)
+    assert max(found.peak) <= 1.5 + 1e-9
+    costs = model.at(boundaries)
+    assert costs.num_stages == found.schedule.num_stages
+
+
+def test_given_boundaries_are_those_of_the_schedule(spec: RunSpec) -> None:
+    cut = [0, 3, 5, 8, NUM_LAYERS]
+    spec = replace(spec, schedule=replace(spec.schedule, activation_cap=2.0))
+    given = replace(spec, parallel=replace(spec.parallel, boundaries=cut))
+    plan = plan_run(given)
+    assert plan.boundaries == tuple(cut) and plan.schedule.num_stages == 4
+    with pytest.raises(ConfigError, match=r"parallel.boundaries=of 3 stages: must make one of"):
+        plan_run(replace(spec, parallel=replace(spec.parallel, boundaries=[0, 3, 5, NUM_LAYERS])))
+
+
+def test_configured_costs_are_searched_as_they_are(spec: RunSpec) -> None:
+    costs = CostConfig(times=[2.0, 1.0])
+    plan = plan_run(replace(spec, cost=costs))
+    assert plan.costs == costs
+    paper = search_schedule(replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS)))
+    assert "boundaries" not in paper
+
+
+def test_costs_of_stages_may_be_given(spec: RunSpec) -> None:
+    stages = {"forward": [1.0, 2.0], "input_grad": [1.0, 1.0], "weight_grad": [0.5, 0.0], "activation": [1.0, 0.25]}
+    costs = schedule_costs(replace(spec, cost=CostConfig(stages=stages)), linear(2))
+    assert (costs.forward, costs.activation) == ((1.0, 2.0), (1.0, 0.25))
+    assert costs.movable == costs.held_for_weights == costs.activation
+    with pytest.raises(ConfigError, match=r"cost.stages=of 2 stages: must be of 3"):
+        schedule_costs(replace(spec, cost=CostConfig(stages=stages)), linear(3))
