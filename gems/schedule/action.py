@@ -11,7 +11,11 @@ from gems.errors import ConfigError, one_of
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its name in text, JSON and traces."""
+    """What an action does; the value is its name in text, JSON and traces.
+
+    Modules with loops over all actions of a schedule give members names of their own: reading one off the class of an
+    Enum takes longer than looking an action up.
+    """
 
     F = "F"
     B = "B"

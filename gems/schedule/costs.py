@@ -10,6 +10,8 @@ from math import ceil
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
+_B = Kind.B
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentCosts:
@@ -32,7 +34,7 @@ class SegmentCosts:
 
     def time(self, kind: Kind) -> float:
         """Return the time of an action on its rank or copy engine."""
-        if kind is Kind.B:
+        if kind is _B:
             return self.input_grad + self.weight_grad
         return float(getattr(self, _SEGMENT_FIELDS[kind])) if kind in _SEGMENT_FIELDS else 0.0
 
@@ -99,20 +101,21 @@ class StageCosts:
 
     def time(self, action: Action) -> float:
         """Return the time of an action on its rank or copy engine; transfers take none here."""
-        kind, stage = action.kind, action.stage
-        if action.segment is not None:
+        kind, stage, _, _, segment = action
+        if segment is not None:
             is_transfer = kind in SEND_KINDS or kind in RECV_KINDS
-            return 0.0 if is_transfer else self.segments[stage][action.segment].time(kind)
-        if kind is Kind.B:
+            return 0.0 if is_transfer else self.segments[stage][segment].time(kind)
+        if kind is _B:
             return self.input_grad[stage] + self.weight_grad[stage]
         name = _FIELDS.get(kind)
         return 0.0 if name is None else float(getattr(self, name)[stage])
 
     def held(self, what: str, action: Action) -> float:
         """Return the size of that name of an action's stage or segment."""
-        if action.segment is not None:
-            return float(getattr(self.segments[action.stage][action.segment], what))
-        return float(getattr(self, what)[action.stage])
+        _, stage, _, _, segment = action
+        if segment is not None:
+            return float(getattr(self.segments[stage][segment], what))
+        return float(getattr(self, what)[stage])
 
     def moved(self, action: Action) -> float:
         """Return the size that a copy carries."""

@@ -13,9 +13,13 @@ from gems.schedule.action import SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
-_TO_STAGE = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_F, _B, _I, _R, _FREE, _OFFLOAD, _PREFETCH = (
+    Kind.F, Kind.B, Kind.I, Kind.R, Kind.FREE, Kind.OFFLOAD, Kind.PREFETCH
+)  # fmt: skip
+_SEND_F, _RECV_F, _SEND_B, _RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
+_TO_STAGE = {_SEND_F: 1, _RECV_F: -1, _SEND_B: -1, _RECV_B: 1}
 _PARTNER = {
-    Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B,
+    _SEND_F: _RECV_F, _RECV_F: _SEND_F, _SEND_B: _RECV_B, _RECV_B: _SEND_B,
 }  # fmt: skip
 _SAME = {
     Kind.W: Kind.I, Kind.R: Kind.F, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
@@ -41,14 +45,14 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return _graph_needs(action, schedule.placement, schedule.has_transfers)
     if kind in _SAME:
         return (_named(_SAME[kind], stage, micro_batch, direction, segment),)
-    if kind is Kind.F:
+    if kind is _F:
         if segment:
             return (_named(kind, stage, micro_batch, direction, segment - 1),)
-        return () if stage == 0 else (_from_stage(action, stage - 1, Kind.F, Kind.RECV_F, schedule),)
-    if kind is Kind.B or kind is Kind.I:
+        return () if stage == 0 else (_from_stage(action, stage - 1, _F, _RECV_F, schedule),)
+    if kind is _B or kind is _I:
         place = stage, micro_batch, direction, segment
-        brought_by = Kind.F  # or by a recomputation, or a copy back
-        for again in (Kind.R, Kind.PREFETCH):
+        brought_by = _F  # or by a recomputation, or a copy back
+        for again in (_R, _PREFETCH):
             if schedule.has_any(again) and schedule.has(again, *place):
                 brought_by = again
                 break
@@ -58,20 +62,20 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         if stage == schedule.num_stages - 1:
             return (own,)
         made_by = schedule.backward_kind(stage + 1, micro_batch, direction)
-        return (own, _from_stage(action, stage + 1, made_by, Kind.RECV_B, schedule))
-    if kind is Kind.PREFETCH:
-        is_waited_for = schedule.has(Kind.FREE, stage, micro_batch, direction, segment)
-        before = Kind.FREE if is_waited_for else Kind.OFFLOAD
+        return (own, _from_stage(action, stage + 1, made_by, _RECV_B, schedule))
+    if kind is _PREFETCH:
+        is_waited_for = schedule.has(_FREE, stage, micro_batch, direction, segment)
+        before = _FREE if is_waited_for else _OFFLOAD
         return (_named(before, stage, micro_batch, direction, segment),)
-    if kind is Kind.SEND_F:
-        return (_named(Kind.F, stage, micro_batch, direction, schedule.last_segment(stage)),)
-    if kind is Kind.SEND_B:
+    if kind is _SEND_F:
+        return (_named(_F, stage, micro_batch, direction, schedule.last_segment(stage)),)
+    if kind is _SEND_B:
         made_by = schedule.backward_kind(stage, micro_batch, direction)
         return (_named(made_by, stage, micro_batch, direction, schedule.first_segment(stage)),)
-    if kind is Kind.RECV_F:
-        return (_named(Kind.SEND_F, stage - 1, micro_batch, direction),)
-    if kind is Kind.RECV_B:
-        return (_named(Kind.SEND_B, stage + 1, micro_batch, direction),)
+    if kind is _RECV_F:
+        return (_named(_SEND_F, stage - 1, micro_batch, direction),)
+    if kind is _RECV_B:
+        return (_named(_SEND_B, stage + 1, micro_batch, direction),)
     return ()
 
 
@@ -86,7 +90,7 @@ def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedu
     ranks = schedule.placement.ranks[direction]
     if schedule.has_transfers and ranks[other] != ranks[stage]:
         return _named(receive, stage, micro_batch, direction)
-    segment = schedule.last_segment(other) if compute is Kind.F else schedule.first_segment(other)
+    segment = schedule.last_segment(other) if compute is _F else schedule.first_segment(other)
     return _named(compute, other, micro_batch, direction, segment)
 
 
@@ -101,12 +105,12 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
         return () if transfer is None else (transfer,)
     kind, stage, micro_batch, direction, _ = action
     here, sends = placement.rank_of(direction, stage), []
-    if kind is Kind.F:
+    if kind is _F:
         readers = readers_by_rank(placement, direction, stage)
-        sends = [(Kind.SEND_F, some[0], rank) for rank, some in readers.items()]
-    elif kind is Kind.B:
+        sends = [(_SEND_F, some[0], rank) for rank, some in readers.items()]
+    elif kind is _B:
         feeders = placement.feeders_of(stage)
-        sends = [(Kind.SEND_B, feeder, placement.rank_of(direction, feeder)) for feeder in feeders]
+        sends = [(_SEND_B, feeder, placement.rank_of(direction, feeder)) for feeder in feeders]
     made = [(Action(name, stage, micro_batch, direction, other), rank) for name, other, rank in sends if rank != here]
     return tuple((send, partner_of(send), rank) for send, rank in made)
 
@@ -117,12 +121,12 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
     None if the data stays on its rank or nothing follows.
     """
     kind, stage, micro_batch, direction, segment = action
-    if kind is Kind.F:
+    if kind is _F:
         at_end = schedule.last_segment(stage)
-        other, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
-    elif kind is Kind.B or kind is Kind.I:
+        other, send, receive = stage + 1, _SEND_F, _RECV_F
+    elif kind is _B or kind is _I:
         at_end = schedule.first_segment(stage)
-        other, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
+        other, send, receive = stage - 1, _SEND_B, _RECV_B
     else:
         return None
     if segment != at_end or not 0 <= other < schedule.num_stages:
@@ -163,24 +167,24 @@ def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> t
     def of(kind: Kind, stage: int, other: int | None = None) -> Action:
         return Action(kind, stage, micro_batch, direction, other)
 
-    if kind is Kind.F:
+    if kind is _F:
         return tuple(
-            of(Kind.F, feeder)
+            of(_F, feeder)
             if not has_transfers or placement.rank_of(direction, feeder) == here
-            else of(Kind.RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
+            else of(_RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
             for feeder in placement.feeders_of(stage)
         )
-    if kind is Kind.B:
-        found = [of(Kind.F, stage)]
+    if kind is _B:
+        found = [of(_F, stage)]
         for reader in placement.users_of(stage):
             is_here = not has_transfers or placement.rank_of(direction, reader) == here
-            found.append(of(Kind.B, reader) if is_here else of(Kind.RECV_B, stage, reader))
+            found.append(of(_B, reader) if is_here else of(_RECV_B, stage, reader))
         return tuple(found)
-    if kind is Kind.SEND_F:
-        return (of(Kind.F, stage),)
-    if kind is Kind.SEND_B:
-        return (of(Kind.B, stage),)
-    if kind is Kind.RECV_F or kind is Kind.RECV_B:
+    if kind is _SEND_F:
+        return (of(_F, stage),)
+    if kind is _SEND_B:
+        return (of(_B, stage),)
+    if kind is _RECV_F or kind is _RECV_B:
         return (partner_of(action),)
     return ()
 

@@ -15,7 +15,9 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.schedule import Schedule
 
 TOLERANCE = 1e-9
-BRINGING_KINDS = frozenset({Kind.F, Kind.I, Kind.R, Kind.PREFETCH})
+_F, _B, _I, _W, _R, _FREE, _PREFETCH = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.FREE, Kind.PREFETCH
+BRINGING_KINDS = frozenset({_F, _I, _R, _PREFETCH})
+LEAVING_KINDS = frozenset({_B, _I, _W, _FREE})
 
 
 class Ledger:
@@ -81,28 +83,28 @@ class Ledger:
 
     def brings(self, action: Action) -> float:
         """Return the size that an action allocates before it starts."""
-        kind, costs = action.kind, self._costs
-        if kind is Kind.F:
+        kind, costs = action[0], self._costs
+        if kind is _F:
             if self._schedule.forward_only:
                 return 0.0
-            is_recomputed = self._has_recompute and self._schedule.has(Kind.R, *action[1:])
+            is_recomputed = self._has_recompute and self._schedule.has(_R, *action[1:])
             return costs.held("boundary" if is_recomputed else "activation", action)
-        if kind is Kind.R:
+        if kind is _R:
             return costs.held("activation", action) - costs.held("boundary", action)
-        if kind is Kind.I:
+        if kind is _I:
             return max(0.0, costs.held("held_for_weights", action) - costs.held("activation", action))
-        return costs.moved(action) if kind is Kind.PREFETCH else 0.0
+        return costs.moved(action) if kind is _PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
         """Return the size that an action frees when it ends."""
-        costs = self._costs
-        if action.kind is Kind.B:
+        kind, costs = action[0], self._costs
+        if kind is _B:
             return costs.held("activation", action)
-        if action.kind is Kind.I:
+        if kind is _I:
             return max(0.0, costs.held("activation", action) - costs.held("held_for_weights", action))
-        if action.kind is Kind.FREE:
+        if kind is _FREE:
             return costs.moved(action)
-        return costs.held("held_for_weights", action) if action.kind is Kind.W else 0.0
+        return costs.held("held_for_weights", action) if kind is _W else 0.0
 
     def _waits_for(self, copy: Action) -> bool:
         return self._schedule.has_any(Kind.FREE) and self._schedule.has(Kind.FREE, *copy[1:])
@@ -139,6 +141,7 @@ def in_flight(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]
     """
     counts = dict.fromkeys((action.stage for action in row), 0)
     for action in row:
-        counts[action.stage] += action.kind is Kind.F
+        kind, stage = action[0], action[1]
+        counts[stage] += kind is _F
         yield action, counts
-        counts[action.stage] -= action.kind in (Kind.B, Kind.I)
+        counts[stage] -= kind is _B or kind is _I

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
+_B, _I = Kind.B, Kind.I
 _TRANSFERS = SEND_KINDS | RECV_KINDS
-_MARKS = (Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT)
-Place = tuple[int, int | None, int, int | None]
+_MARKS = frozenset({Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,23 @@ class Schedule:
     num_segments: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     has_transfers: bool = field(init=False, repr=False, compare=False)
     needs: dict[Action, tuple[Action, ...]] = field(init=False, repr=False, compare=False)
-    _marks: dict[Kind, frozenset[Place]] = field(init=False, repr=False, compare=False)
+    _marks: frozenset[tuple[object, ...]] = field(init=False, repr=False, compare=False)  # actions of _MARKS
+    _marked: frozenset[Kind] = field(init=False, repr=False, compare=False)  # their kinds
 
     def __post_init__(self) -> None:
-        marks: dict[Kind, set[Place]] = {kind: set() for kind in _MARKS}
+        marks = frozenset(action for row in self.rows for action in row if action[0] in _MARKS)
         last: dict[int, int] = {}
         in_segments: set[int] = set()
         for row in self.rows:
-            for kind, stage, micro_batch, direction, segment in row:
-                if kind in marks:
-                    marks[kind].add((stage, micro_batch, direction, segment))
+            for kind, stage, _, _, segment in row:
                 if segment is not None and kind not in _TRANSFERS:
                     last[stage] = max(segment, last.get(stage, 0))
                     if segment == 0:
                         in_segments.add(stage)
         num_stages = self.placement.num_stages
         for name, value in (
-            ("_marks", {kind: frozenset(found) for kind, found in marks.items()}),
+            ("_marks", marks),
+            ("_marked", frozenset(action[0] for action in marks)),
             ("num_stages", num_stages),
             ("num_segments", tuple(last[s] + 1 if s in in_segments else None for s in range(num_stages))),
             ("has_transfers", "add_transfers" in self.passes),
@@ -60,16 +60,16 @@ class Schedule:
 
     def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> bool:
         """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
-        return (stage, micro_batch, direction, segment) in self._marks[kind]
+        return (kind, stage, micro_batch, direction, segment) in self._marks
 
     def has_any(self, kind: Kind) -> bool:
         """Whether any I, R or action of a copy of that kind is in the list."""
-        return bool(self._marks[kind])
+        return kind in self._marked
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
         """Return the kind that makes the input gradient: I if the backward is split, otherwise B."""
-        segment = self.first_segment(stage)
-        return Kind.I if (stage, micro_batch, direction, segment) in self._marks[Kind.I] else Kind.B
+        segment = None if self.num_segments[stage] is None else 0
+        return _I if (_I, stage, micro_batch, direction, segment) in self._marks else _B
 
     def first_segment(self, stage: int) -> int | None:
         """Return the segment that reads a stage's input; None if the stage runs whole."""
@@ -88,7 +88,7 @@ class Schedule:
     @property
     def has_split_backward(self) -> bool:
         """Whether any backward is split in two."""
-        return bool(self._marks[Kind.I])
+        return Kind.I in self._marked
 
     @property
     def has_memory_actions(self) -> bool:
@@ -98,7 +98,7 @@ class Schedule:
     @property
     def has_copies(self) -> bool:
         """Whether activations leave for host memory, so that bytes held depend on time and not on order alone."""
-        return bool(self._marks[Kind.OFFLOAD])
+        return Kind.OFFLOAD in self._marked
 
     @property
     def num_ranks(self) -> int:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
-from gems.schedule.dependencies import dependencies, partner_of
-from gems.schedule.ledger import Ledger
+from gems.schedule.dependencies import dependencies
+from gems.schedule.ledger import BRINGING_KINDS, LEAVING_KINDS, Ledger
 from gems.schedule.schedule import Schedule
 
+_R, _STEP, _REDUCE_GRAD, _OFFLOAD, _PREFETCH = Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.PREFETCH
+_USEFUL_KINDS = COMPUTE_KINDS - {_R}
 Span = tuple[float, float]
+Posting = tuple[int, int, float]  # rank, place in its row, and time
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,15 @@ class _Simulator:
         self.ledgers = [Ledger(schedule, costs, cap) for _ in ranks]
         self.engines: dict[tuple[int, Kind], float] = {}
         self.done: dict[Action, float] = {}
-        self.posted: dict[Action, tuple[int, int, float]] = {}
+        # transfers with one side posted, by their sends
+        self.sends: dict[Action, Posting] = {}
+        self.receives: dict[Action, tuple[Posting, Action]] = {}
         self.waiting: dict[Action, list[int]] = {}
         self.arrived: dict[int, dict[int, float]] = {}
         self.ready = [(0.0, rank) for rank in ranks]
-        self.has_transfers = schedule.has_transfers
+        # without transfers in the list data takes the network's time on its way to another rank
+        self.has_delay = network.takes_time(costs.boundary_bytes)
+        self.is_delayed = self.has_delay and not schedule.has_transfers
 
     def run(self) -> Simulation:
         rows, ready, clock, following = self.schedule.rows, self.ready, self.clock, self.next
@@ -125,12 +132,16 @@ class _Simulator:
 
     def advance(self, rank: int, action: Action) -> bool:
         """Run one action if it can run; otherwise note what must wake this rank."""
-        kind = action.kind
-        needs = dependencies(action, self.schedule)
+        kind, needs = action[0], dependencies(action, self.schedule)
         if kind in RECV_KINDS:
-            self.post(rank, action, needs[0], action)
+            (send,) = needs
+            mine, sent = self.post(rank), self.sends.pop(send, None)
+            if sent is None:
+                self.receives[send] = mine, action
+            else:
+                self.transfer(send, action, sent, mine)
             return True
-        if kind is Kind.REDUCE_GRAD:
+        if kind is _REDUCE_GRAD:
             return self.reduce(rank, action)
         begin = self.clock[rank]
         for need in needs:
@@ -138,7 +149,7 @@ class _Simulator:
             if ended is None:
                 self.waiting.setdefault(need, []).append(rank)
                 return False
-            if not self.has_transfers and need.stage != action.stage:
+            if self.is_delayed and need.stage != action.stage:
                 here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
                 if here != there:
                     size = self.costs.boundary_bytes[min(need.stage, action.stage)]
@@ -146,58 +157,60 @@ class _Simulator:
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
-            self.post(rank, action, action, partner_of(action))
+            mine, received = self.post(rank), self.receives.pop(action, None)
+            if received is None:
+                self.sends[action] = mine
+            else:
+                self.transfer(action, received[1], mine, received[0])
             return True
         if kind in COPY_KINDS:
             self.copy(rank, action, begin)
             return True
-        ledger = self.ledgers[rank]
         if self.inputs_ready:
             begin = max(begin, self.inputs_ready.get(action, 0.0))
-        begin = ledger.take(rank, action, begin)
+        if kind in BRINGING_KINDS:
+            begin = self.ledgers[rank].take(rank, action, begin)
         time = self.costs.time(action)
-        finish = begin + time * self.pace.factor(rank, action)
-        ledger.give(action)
+        finish = begin + (time if self.pace is EVEN else time * self.pace.factor(rank, action))
+        if kind in LEAVING_KINDS:
+            self.ledgers[rank].give(action)
         self.clock[rank] = finish
         self.start[rank].append(begin)
         self.end[rank].append(finish)
-        if kind is not Kind.STEP:
-            if kind is not Kind.R and kind not in WAIT_KINDS:
+        if kind is not _STEP:
+            if kind in _USEFUL_KINDS:
                 self.busy[rank] += time
             self.finish(action, finish)
         return True
 
-    def post(self, rank: int, action: Action, send: Action, receive: Action) -> None:
-        """Post one side of a transfer; the data sets out when both sides are posted and the way is free."""
-        now = self.clock[rank]
-        other = self.posted.pop(receive if action is send else send, None)
-        mine = (rank, len(self.start[rank]), now)
-        self.start[rank].append(now)
+    def post(self, rank: int) -> Posting:
+        """Post one side of a transfer."""
+        now, start = self.clock[rank], self.start[rank]
+        start.append(now)
         self.end[rank].append(now)
-        if other is None:
-            self.posted[action] = mine
-            return
-        sender, receiver = (mine, other) if action is send else (other, mine)
-        depart = max(now, other[2])
-        size = self.costs.boundary_bytes[min(send.stage, receive.stage)]
-        latency, transmission = self.network.parts(sender[0], receiver[0], size)
-        if self.network.has_contention:
-            out, into = self.network.lanes(sender[0], receiver[0])
-            ways = [(out, Kind.SEND_F), (into, Kind.RECV_F)]
-            depart = self.pass_through(ways, depart, transmission)
-        arrival = depart + (latency + transmission)
-        for there, index, _ in (mine, other):
-            self.end[there][index] = arrival
+        return rank, len(start) - 1, now
+
+    def transfer(self, send: Action, receive: Action, sender: Posting, receiver: Posting) -> None:
+        """Send data whose both sides are posted, as soon as the way is free."""
+        arrival = max(sender[2], receiver[2])
+        if self.has_delay or self.network.has_contention:
+            size = self.costs.boundary_bytes[min(send.stage, receive.stage)]
+            latency, transmission = self.network.parts(sender[0], receiver[0], size)
+            if self.network.has_contention:
+                out, into = self.network.lanes(sender[0], receiver[0])
+                arrival = self.pass_through([(out, Kind.SEND_F), (into, Kind.RECV_F)], arrival, transmission)
+            arrival += latency + transmission
+        self.end[sender[0]][sender[1]] = self.end[receiver[0]][receiver[1]] = arrival
         self.finish(receive, arrival)
 
     def copy(self, rank: int, action: Action, begin: float) -> None:
         """Start a copy on its engine, one of each direction a rank; the rank goes on."""
         engine = (rank, action.kind)
         begin = max(begin, self.engines.get(engine, 0.0))
-        if action.kind is Kind.PREFETCH:
+        if action.kind is _PREFETCH:
             begin = self.ledgers[rank].take(rank, action, begin)
         finish = begin + self.costs.time(action)
-        if action.kind is Kind.OFFLOAD:
+        if action.kind is _OFFLOAD:
             self.ledgers[rank].give_at(action, finish)
         self.engines[engine] = finish
         self.stamp(rank, begin, finish)
@@ -240,9 +253,8 @@ class _Simulator:
 
     def finish(self, action: Action, time: float) -> None:
         self.done[action] = time
-        if action in self.waiting:
-            for rank in self.waiting.pop(action):
-                heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
+        for rank in self.waiting.pop(action, ()):
+            heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
 
     def refuse_stuck(self) -> None:
         """Refuse an action of a circle of ranks that wait for each other, or one that waits for nothing to come."""
