@@ -72,11 +72,12 @@ class MemoryCase:
         schedule = lower(compute_only(outcome.schedule), costs, self.network)
         if schedule.rows == outcome.schedule.rows:
             return outcome
-        step, ranks = simulate(schedule, costs, self.network), tuple(self.timelines(plan, schedule))
-        early = PlanOutcome(plan, schedule, costs, ranks, step)
+        step = simulate(schedule, costs, self.network)
+        if step.span >= outcome.step_s * (1 - TOLERANCE):
+            return outcome
+        early = PlanOutcome(plan, schedule, costs, tuple(self.timelines(plan, schedule)), step)
         limit = sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
-        is_better = step.span < outcome.step_s * (1 - TOLERANCE) and max(early.peak_bytes) <= limit
-        return early if is_better else outcome
+        return early if max(early.peak_bytes) <= limit else outcome
 
     def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None

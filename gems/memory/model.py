@@ -18,6 +18,7 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 
+_F, _B, _I, _W, _STEP, _PREFETCH = Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP, Kind.PREFETCH
 StageKey = tuple[int, int]  # (direction, stage)
 Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
 MESSAGE_COPIES = 2  # a buffer such as a running mean is in the layer, and in the message that averages it
@@ -107,26 +108,27 @@ def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tu
 def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[tuple[Action, bool]]:
     for action in schedule.rows[rank]:
         kind, stage, _, direction, segment = action
-        is_compute, is_backward = kind in COMPUTE_KINDS, kind in (Kind.B, Kind.I)
-        is_at_end, has_next = segment == schedule.last_segment(stage), stage < schedule.num_stages - 1
+        is_compute, is_backward = kind in COMPUTE_KINDS, kind is _B or kind is _I
         if kind in _TRANSFERRED:
             counts[direction, stage][_TRANSFERRED[kind]] += 1
-        if is_backward and is_at_end:
-            counts[direction, stage]["gradients"] -= has_next  # they are among what the backward needs
-        if is_compute:
+        elif is_compute:
+            is_at_end, has_next = segment == schedule.last_segment(stage), stage < schedule.num_stages - 1
+            if is_backward and is_at_end:
+                counts[direction, stage]["gradients"] -= has_next  # they are among what the backward needs
             yield action, False
         if is_compute or kind in RANK_KINDS:
             for each in counts.values():  # all that was sent before is gone
                 each["outputs"] = each["input_gradients"] = 0
-        if is_compute and is_at_end and has_next:
-            counts[direction, stage]["gradients"] += (kind is Kind.I) - (kind is Kind.W)
-        if kind in (Kind.B, Kind.W) and not segment:
-            counts[direction, stage]["inputs"] -= stage > 0
-        # what another stage of this rank receives without a message
-        if kind is Kind.F and is_at_end and (direction, stage + 1) in counts:
-            counts[direction, stage + 1]["inputs"] += 1
-        if is_backward and not segment and (direction, stage - 1) in counts:
-            counts[direction, stage - 1]["gradients"] += 1
+        if is_compute:
+            if is_at_end and has_next:
+                counts[direction, stage]["gradients"] += (kind is _I) - (kind is _W)
+            if (kind is _B or kind is _W) and not segment:
+                counts[direction, stage]["inputs"] -= stage > 0
+            # what another stage of this rank receives without a message
+            if kind is _F and is_at_end and (direction, stage + 1) in counts:
+                counts[direction, stage + 1]["inputs"] += 1
+            if is_backward and not segment and (direction, stage - 1) in counts:
+                counts[direction, stage - 1]["gradients"] += 1
         yield action, True
 
 
@@ -168,12 +170,12 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
     for action, has_run in actions:
         kind, held = action.kind, (action.direction, action.stage)
         if kind in RANK_KINDS:
-            record(None, Kind.STEP)
+            record(None, _STEP)
         elif kind in COPY_KINDS:
-            counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
+            counts[held]["stashes"] += 1 if kind is _PREFETCH else -1
         elif kind in COMPUTE_KINDS and has_run:
             counts[held]["stashes"] += int(ledger.brings(action))
-            counts[held]["weights"] += (kind is Kind.I) - (kind is Kind.W)
+            counts[held]["weights"] += (kind is _I) - (kind is _W)
         elif kind in COMPUTE_KINDS:
             counts[held]["stashes"] -= int(ledger.leaves(action))
             record(held, kind)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
@@ -26,11 +27,11 @@ _COPIED: Script = tuple((kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, 
 _BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """What a rank holds during an action, its transients included, and after it, in bytes.
 
-    `activation_bytes` are the saved storages on the device after the action, `moved_bytes` the size of a copy.
+    `activation_bytes` are the saved storages on the device after the action, `moved_bytes` the size of a copy. A tuple,
+    as an action is.
     """
 
     action: Action
@@ -82,7 +83,10 @@ def rank_timeline(
 
     def outside() -> int:
         """Return the bytes that belong to no micro-batch's own actions; only compute and transfers change them."""
-        return static_bytes + sum(counts[name] * num_bytes for counts, name, num_bytes in sizes)
+        total = static_bytes
+        for counts, name, num_bytes in sizes:
+            total += counts[name] * num_bytes
+        return total
 
     storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
     states = {

@@ -122,10 +122,12 @@ class Schedule:
 
     def directions(self) -> dict[int, int]:
         """Return the direction of each micro-batch."""
+        firsts = {row[0] for row in self.placement.ranks}
         return {
             action.micro_batch: action.direction
-            for _, action in self.actions()
-            if action.kind is Kind.F and action.stage == 0 and action.micro_batch is not None
+            for rank in sorted(firsts)
+            for action in self.rows[rank]
+            if action.stage == 0 and action.kind is Kind.F and action.micro_batch is not None
         }
 
     def digest(self) -> str:
