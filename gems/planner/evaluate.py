@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import chain
+from math import ceil, inf, log
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from gems.partition.exact import solve
 from gems.partition.methods import PartitionCase, optimizer_name
 from gems.partition.problem import InfeasibleError, Problem
 from gems.planner.search import bounds
-from gems.planner.search.best_first import Rules, TooLarge
+from gems.planner.search.best_first import Rules, TooLarge, TooSlow
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
@@ -50,6 +52,8 @@ from gems.simulation.model_costs import PROFILE
 from gems.simulation.profiled_costs import profiled_costs
 
 ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
+EFFORT = 1024  # in actions, up to which candidates are tried in the order of their bounds alone
+ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
 CUT_BUDGET_S = 1.0  # of a partition
@@ -178,9 +182,16 @@ class Planner:
             lambda one: self._score(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
-            # of those that take long, what is likely too large comes after the others
-            lambda one: 2 * one.priority + (one.priority > 1 and self.is_unlikely(one)),
+            self.priority,
         )
+
+    def priority(self, one: Candidate) -> int:
+        """Return when a candidate is tried: in steps of four times the effort, what is likely too large last in each.
+
+        What takes little finds the times soon that spare the search most of what takes long.
+        """
+        effort = bounds.effort(one, self.model(one.micro_batch_size).load)
+        return 2 * ceil(log(max(effort, EFFORT) / EFFORT, 4)) + self.is_unlikely(one)
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
@@ -222,18 +233,26 @@ class Planner:
         cluster = replace(spec.cluster, ranks_per_node=on_node or None)
         return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
 
-    def evaluate(self, one: Candidate) -> Choice | TooLarge | None:
-        """Partition, schedule and simulate a candidate.
+    def evaluate(self, one: Candidate, worst_s: float = inf) -> Choice | TooLarge | TooSlow | None:
+        """Partition, schedule and simulate a candidate, unless it is plain that its score is above `worst_s`.
 
         None where its counts, or a policy where keeping fits, make no sense.
         """
         try:
             if one.memory != KEEP:
                 if one.kept not in self._fits:
-                    self.evaluate(one.kept)
-                return None if self._fits[one.kept] else self._under_policy(one)
-            self._fits[one] = False
-            choice = self._keeping(one)
+                    self.evaluate(one.kept, worst_s)
+                if self._fits.get(one.kept):
+                    return None
+            else:
+                self._fits[one] = False
+            partitions = self._not_slower(one, worst_s)
+            if partitions is None:
+                self._fits.pop(one, None)
+                return TooSlow()
+            if one.memory != KEEP:
+                return self._under_policy(one, partitions)
+            choice = self._keeping(one, partitions)
             self._fits[one] = isinstance(choice, Choice)
             return choice
         except ConfigError:
@@ -244,11 +263,31 @@ class Planner:
         """Which candidates that keep their activations fit: no policy is faster than that."""
         return {}
 
-    def _keeping(self, one: Candidate) -> Choice | TooLarge:
+    def _not_slower(self, one: Candidate, worst_s: float) -> Iterable[_Scheduled] | None:
+        """Return a candidate by its partitions, None if all of them score above `worst_s`.
+
+        On free links, with everything kept, no list takes longer than as it runs.
+        """
+        partitions, slower = self._scheduled(one), []
+        if worst_s == inf or one.schedule == CAPPED:
+            return partitions
+        for made in partitions:
+            slower.append(made)
+            least_s = simulate(made.compute, self._stage_costs(one, made)).span
+            if self._score(one, least_s) * (1 - ROUNDING) <= worst_s:
+                return chain(slower, partitions)
+        return None
+
+    def _stage_costs(self, one: Candidate, made: _Scheduled) -> StageCosts:
+        if made.run.machine.kind != "real":  # no real layers: the machine's own costs
+            return schedule_costs(made.run, made.compute.placement)
+        return stage_costs(self.model(one.micro_batch_size).spans, made.boundaries)
+
+    def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         limit, least, at_least = self.limit_bytes or sys.maxsize, sys.maxsize, self.least_bytes(one)
         if at_least > limit:
             return TooLarge(at_least)
-        for made in self._scheduled(one):
+        for made in partitions:
             at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
             if at_least > limit:
                 return TooLarge(at_least)
@@ -258,12 +297,10 @@ class Planner:
                 if made.is_by_bytes:
                     made, peaks = self._faster(one, made, peaks, limit)
                 schedule, peaks = self._as_run(one, made, peaks, limit)
+                costs = self._stage_costs(one, made)
                 if made.run.machine.kind == "real":
                     spans = self.model(one.micro_batch_size).spans
-                    costs = stage_costs(spans, made.boundaries)
                     costs = with_all_reduce(made.run, costs, schedule.placement, made.boundaries, spans)
-                else:  # no real layers: the machine's own costs
-                    costs = schedule_costs(made.run, schedule.placement)
                 return self._simulated(one, made, schedule, costs, peaks, (0,) * len(peaks))
         return TooLarge(least)
 
@@ -295,10 +332,10 @@ class Planner:
         others = self._peak_bytes(one, other)
         return (other, others) if max(others) <= limit else (made, peaks)
 
-    def _under_policy(self, one: Candidate) -> Choice | TooLarge:
+    def _under_policy(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
         model = self.model(one.micro_batch_size)
-        for made in self._scheduled(one):
+        for made in partitions:
             run = made.run
             case = memory_case(run, made.compute, made.boundaries, model.profile)
             case = replace(case, limit_bytes=run.memory.limit_bytes or self.limit_bytes)

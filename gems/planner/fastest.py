@@ -11,7 +11,7 @@ from gems.config.resolve import check_batch
 from gems.errors import ConfigError
 from gems.planner.evaluate import Planner
 from gems.planner.infeasibility import leanest, refuse
-from gems.planner.search.best_first import Found, TooLarge, search
+from gems.planner.search.best_first import Found, TooLarge, TooSlow, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 
@@ -60,8 +60,8 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []
 
-    def evaluate(one: Candidate) -> Choice | TooLarge | None:
-        result = planner.evaluate(one)
+    def evaluate(one: Candidate, worst_s: float) -> Choice | TooLarge | TooSlow | None:
+        result = planner.evaluate(one, worst_s)
         if isinstance(result, Choice):
             fitting.append(True)
         return result
@@ -72,7 +72,7 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
     if found.best or planner.limit_bytes is None or not found.num_left:
         return found
-    slow = [one for one in asked if one.priority > 1]
+    slow = [one for one in asked if one.slowness > 1]
     lean = leanest(planner, slow, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
         return found

@@ -37,7 +37,7 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
         )  # fmt: skip
     begin = time.perf_counter()
     end = max(end, begin + MIN_S)
-    quick = [one for one in asked if one.priority < 2]
+    quick = [one for one in asked if one.slowness < 2]
     memory = _least_memory(planner, quick, limit, begin + (end - begin) / 2)
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
@@ -78,7 +78,7 @@ def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end:
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
         more = candidates(times * num_gpus, batch, num_layers, has_policies)
-        quick = [one for one in more if one.priority < 2]
+        quick = [one for one in more if one.slowness < 2]
         fitting = leanest(planner, quick, planner.limit_bytes, end)
         if fitting is not None:
             return times * num_gpus, fitting
@@ -93,7 +93,7 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
     judge = replace(planner, limit_bytes=limit)
     fitting: list[Choice] = []
 
-    def evaluate(one: Candidate) -> Choice | None:
+    def evaluate(one: Candidate, worst_s: float) -> Choice | None:
         result = judge.evaluate(one)
         if isinstance(result, Choice):
             fitting.append(result)

@@ -9,7 +9,7 @@ import pytest
 
 from gems.partition.methods import partition_case
 from gems.planner.evaluate import Planner
-from gems.planner.search.best_first import TooLarge, search
+from gems.planner.search.best_first import TooLarge, TooSlow, search
 from gems.planner.search.bounds import held_at_once, least_step_s
 from gems.planner.search.candidate import KEEP, Candidate, candidates
 from gems.planner.search.choice import PARTS, Choice, reasons
@@ -115,6 +115,24 @@ def test_a_tight_limit_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_policy_where_keeping_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, 3)
     assert planner().evaluate(Candidate(2, 2, "1f1b", 1, 2, memory="recompute", how="stage")) is None
+
+
+def test_what_is_slower_than_asked_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only then: what is given up is slower, with all partitions and policies, and what is not is judged as ever."""
+    made_up(monkeypatch, 1)
+    free = [each for each in scored(planner(), space(4, 8)).values() if isinstance(each, Choice)]
+    limit = min(max(each.peak_bytes) for each in free)
+    whole = scored(planner(limit), space(4, 8))
+    worst_s = median(each.step_s for each in whole.values() if isinstance(each, Choice))
+    judge, num_slow = planner(limit), 0
+    for one, expected in whole.items():
+        result = judge.evaluate(one, worst_s)
+        if isinstance(result, TooSlow):
+            num_slow += 1
+            assert not isinstance(expected, Choice) or expected.step_s > worst_s
+        elif isinstance(result, Choice) and isinstance(expected, Choice):
+            assert result.step_s == expected.step_s
+    assert num_slow
 
 
 def test_reasons_are_the_parts_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

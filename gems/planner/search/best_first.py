@@ -37,6 +37,11 @@ class TooLarge:
     needed_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TooSlow:
+    """A candidate whose evaluation ended when it was known to be slower than asked."""
+
+
 C = TypeVar("C")
 S = TypeVar("S", bound=Scored)
 
@@ -72,14 +77,15 @@ class Rules(Generic[C, S]):
     """How candidates are judged.
 
     `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with
-    some; one that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those of a
-    higher `priority`, which are slower to evaluate, come after all others.
+    some; one that `is_pruned` is below its bytes. `evaluate` is given the seconds above which nothing is asked for, and
+    gives None for a candidate that cannot be. Those of a higher `priority`, which are slower to evaluate, come after
+    all others.
     """
 
     least_s: Callable[[C], float]
     refined_s: Callable[[C], float]
     is_pruned: Callable[[C], bool]
-    evaluate: Callable[[C], S | TooLarge | None]
+    evaluate: Callable[[C, float], S | TooLarge | TooSlow | None]
     priority: Callable[[C], int]
 
 
@@ -103,7 +109,8 @@ def search(
     needed: list[int] = []
     while waiting:
         priority, least_s, place, is_refined, one = heapq.heappop(waiting)
-        if len(best) == num_best and _rounded(least_s) > best[-1][0][0]:
+        worst_s = best[-1][0][0] if len(best) == num_best else float("inf")
+        if _rounded(least_s) > worst_s:
             counts["num_pruned_time"] += 1
             continue
         if is_over():
@@ -112,9 +119,11 @@ def search(
         if not is_refined:
             heapq.heappush(waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one))
             continue
-        result = rules.evaluate(one)
+        result = rules.evaluate(one, worst_s)
         if result is None:
             counts["num_impossible"] += 1
+        elif isinstance(result, TooSlow):
+            counts["num_pruned_time"] += 1
         elif isinstance(result, TooLarge):
             counts["num_too_large"] += 1
             needed.append(result.needed_bytes)

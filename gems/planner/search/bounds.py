@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from gems.memory.model import Optimizer
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
+from gems.schedule import CAPPED
 from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
+
+# Rough passes over a step's actions that an evaluation takes, and what a search for a schedule is worth of them.
+PASSES = {KEEP: 1, "recompute/stage": 2, "recompute/selective": 2, "recompute/segment": 4, "vdnn_dyn": 16}
+MOST_PASSES, SEARCH_EFFORT = 64, 1e4
 
 
 class Load:
@@ -132,6 +137,18 @@ def estimated_host_bytes(one: Candidate, load: Load) -> float:
     """Return about what the fullest rank of a candidate keeps in host memory."""
     moves = one.memory not in (KEEP, "recompute")
     return moves * _estimated_in_flight(one) * load.kept_bytes / one.partitions
+
+
+def effort(one: Candidate, load: Load) -> float:
+    """Return about how many actions the evaluation of a candidate goes through: an order in which to try.
+
+    A policy that works on segments or layers has more of them, and one that is searched goes through them often.
+    """
+    if one.schedule == CAPPED:
+        return SEARCH_EFFORT
+    pieces = {"": load.num_layers, "selective": load.num_layers, "segment": math.sqrt(load.num_layers * one.num_stages)}
+    num = one.num_stages if one.memory == KEEP else pieces.get(one.how, one.num_stages)
+    return one.micro_batches * num * PASSES.get(one.policy, MOST_PASSES)
 
 
 def _estimated_in_flight(one: Candidate) -> float:

@@ -59,10 +59,10 @@ class Candidate:
         return self.replicas * self.micro_batches * self.micro_batch_size
 
     @property
-    def priority(self) -> int:
-        """When it is tried, by how long its evaluation takes: first schedules that follow from the counts alone.
+    def slowness(self) -> int:
+        """What its evaluation takes long for: 0 nothing, its schedule following from the counts alone.
 
-        Then those that look at the stages' times, then policies that take seconds, then schedules that are searched.
+        1: its schedule looks at the stages' times; 2: its policy takes seconds; 3: its schedule is searched.
         """
         if self.schedule == CAPPED:
             return 3
@@ -147,7 +147,7 @@ def _is_asked(one: Candidate, num_layers: int) -> bool:
         return one.memory == KEEP
     if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:
         return False
-    return not one.priority or one.partitions * one.micro_batches <= MAX_SLOW
+    return not one.slowness or one.partitions * one.micro_batches <= MAX_SLOW
 
 
 def _divisors(number: int) -> list[int]:

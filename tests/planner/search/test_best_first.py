@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.planner.search.best_first import Rules, TooLarge, search
+from gems.planner.search.best_first import Rules, TooLarge, TooSlow, search
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ CASES = st.lists(
 
 
 def rules(evaluated: list[Case]) -> Rules[Case, Case]:
-    def evaluate(case: Case) -> Case | TooLarge | None:
+    def evaluate(case: Case, worst_s: float) -> Case | TooLarge | None:
         evaluated.append(case)
         return {"fits": case, "large": TooLarge(round(case.score_s))}.get(case.fate)
 
@@ -91,3 +91,16 @@ def test_what_is_quick_comes_first() -> None:
     evaluated: list[Case] = []
     search(cases, rules(evaluated), 3)
     assert [case.priority for case in evaluated] == [0, 1, 3]
+
+
+@settings(max_examples=50, deadline=None)
+@given(CASES, st.integers(1, 6))
+def test_an_evaluation_may_end_where_it_is_too_slow(cases: list[Case], num_best: int) -> None:
+    whole = rules([])
+
+    def evaluate(case: Case, worst_s: float) -> Case | TooLarge | TooSlow | None:
+        return TooSlow() if case.score_s > worst_s else whole.evaluate(case, worst_s)
+
+    found = search(cases, replace(whole, evaluate=evaluate), num_best)
+    assert found.best == search(cases, whole, num_best).best
+    assert found.is_exact
