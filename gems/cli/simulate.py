@@ -8,7 +8,9 @@ from gems.cli.framework import Options, print_json
 from gems.cli.schedule import draw_faults, shortest_time
 from gems.config.schema import RunSpec
 from gems.runs.run_plan import plan_simulation, predict
+from gems.schedule import CAPPED, PLACEMENTS
 from gems.schedule.formats.grid import grid
+from gems.simulation.prediction import Prediction, allowed_actions
 from gems.utils.tables import name_values, table
 from gems.utils.units import MIB, percent
 
@@ -27,12 +29,26 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
     schedule = found.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
         print(grid(schedule, found.step, unit=shortest_time(schedule, found.costs)))
-    print(_summary(answer))
+    print(_summary(answer, assumed(found)))
     print(_rank_table(answer))
     return 0
 
 
-def _summary(answer: dict[str, Any]) -> str:
+def assumed(found: Prediction) -> str:
+    """Return in words what the bound holds for: the orders, what may become of activations, and the links."""
+    run, schedule = found.run, found.schedule
+    if schedule.name == CAPPED:
+        orders = f"any schedule with a split backward on {', '.join(run.schedule.placements or PLACEMENTS)}"
+    else:
+        orders = f"any order on this placement with a {'split' if schedule.has_split_backward else 'full'} backward"
+    actions = [
+        {"recompute": "recomputed", "offload": "copied to host"}[name] for name in allowed_actions(run, schedule)
+    ]
+    links = "links without contention" if found.network.takes_time(found.costs.boundary_bytes) else "free links"
+    return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}"
+
+
+def _summary(answer: dict[str, Any], assumptions: str) -> str:
     low, high = answer["step_low_s"], answer["step_high_s"]
     rows = [
         ("step [s]", f"{answer['step_s']:g} ({answer['step_units']:g} units)"),
@@ -41,6 +57,7 @@ def _summary(answer: dict[str, Any]) -> str:
         ("efficiency [%]", percent(answer["efficiency"])),
         ("bubble [%]", percent(answer["bubble"])),
         ("largest possible efficiency under the cap [%]", percent(answer["bound"])),
+        ("  which holds for", assumptions),
         ("missed of that [%]", percent(answer["gap"])),
         ("cap [units]", "none" if answer["cap"] is None else f"{answer['cap']:g}"),
         ("peak [units]", f"{max(answer['peak_units']):g}"),

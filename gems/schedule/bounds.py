@@ -81,18 +81,18 @@ def least_time(
         return high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if product - _most_saved(recompute, middle - busy) - _most_saved(offload, middle) > cap * middle:
+        if product - most_in(recompute, middle - busy) - most_in(offload, middle) > cap * middle:
             low = middle
         else:
             high = middle
     return low
 
 
-def _most_saved(savings: Sequence[Saving], budget: float) -> float:
-    """Fill a budget of time with the savings that give most for it, the last one in part."""
+def most_in(items: Sequence[tuple[float, float]], budget: float) -> float:
+    """Return the most that a budget buys of items (gain, cost): those that give most for it, the last one in part."""
     total = 0.0
-    for saved, cost in sorted(savings, key=lambda saving: -saving[0] / saving[1] if saving[1] else -float("inf")):
+    for gain, cost in sorted(items, key=lambda item: -item[0] / item[1] if item[1] else -float("inf")):
         part = min(1.0, budget / cost) if cost else 1.0
-        total += part * saved
+        total += part * gain
         budget -= part * cost
     return total

@@ -181,6 +181,11 @@ def _efficiency_bound(run: RunSpec, schedule: Schedule, costs: StageCosts, netwo
     """
     if schedule.name == CAPPED:
         return float(search_schedule(run)["bound"])
-    used = {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
-    allow = tuple(used | set(run.schedule.memory_actions))
+    allow = allowed_actions(run, schedule)
     return memory_time_bound(costs, schedule.placement, cap, schedule.has_split_backward, network, allow)
+
+
+def allowed_actions(run: RunSpec, schedule: Schedule) -> tuple[str, ...]:
+    """Return the memory actions that the bound allows: the schedule's own, and those that the run lets a search use."""
+    used = {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
+    return tuple(sorted(used | set(run.schedule.memory_actions), reverse=True))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gems.cli.framework import Options
-from gems.cli.simulate import show_simulation
+from gems.cli.simulate import assumed, show_simulation
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
@@ -138,6 +138,7 @@ def test_the_grid_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("rank    0 | F0 F1 F2 F3 ")
     assert lines[4] == "1f1b: 4 ranks x 1 replicas, 4 stages, 8 micro-batches: simulated, a prediction"
     assert any(line.split() == ["step", "[s]", "33", "(33", "units)"] for line in lines)
+    assert "any order on this placement with a full backward; activations kept; free links" in out
     assert any(line.split()[:1] == ["efficiency"] and line.endswith("72.7") for line in lines)
     assert lines[-4].split() == ["0", "72.7", "0.0", "0.0", "0.0", "0.0", "0.0", "27.3", "4", "4.0"]
 
@@ -157,3 +158,15 @@ def test_noise_gives_the_median_step_and_where_most_steps_lie(capsys: pytest.Cap
     )
     assert quiet["step_low_s"] == quiet["step_s"] == quiet["step_high_s"] < noisy["step_s"]
     assert noisy["step_low_s"] < noisy["step_s"] < noisy["step_high_s"]
+
+
+def test_the_bound_says_what_it_holds_for() -> None:
+    schedule = ScheduleConfig(
+        name="capped", activation_cap=1, budget_s=0.05, placements=["v", "linear"],
+        memory_actions=["recompute", "offload"],
+    )  # fmt: skip
+    parallel, cost = ParallelConfig(partitions=2, micro_batches=4), CostConfig(link=0.5)
+    assert assumed(predicted(resolve(RunSpec(schedule=schedule, parallel=parallel, cost=cost)))) == (
+        "any schedule with a split backward on v, linear; activations kept or recomputed or copied to host; "
+        "links without contention"
+    )

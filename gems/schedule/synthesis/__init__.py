@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
@@ -14,7 +15,7 @@ from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import CAPPED, Request, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
-from gems.schedule.synthesis.bound import span_bound
+from gems.schedule.synthesis.bound import rough_span, span_bound
 from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Act, Problem, least_room, problem
 from gems.schedule.synthesis.search import Search
 from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
@@ -93,8 +94,8 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
         ):
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
-    shortest = min(_time_bound(one, allow) for one in possible)
-    search = Search(_affordable(possible, budget, allow), allow, budget, request.seed, shortest)
+    shortest = min(_time_bound(request, one.placement, one.counts) for one in possible)
+    search = Search(_affordable(request, possible, budget), allow, budget, request.seed, shortest)
     for plan in search.run()[:NUM_REPLAYED]:
         best = faster(search.listed(plan).schedule(), plan.method)
         if best is not None and plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
@@ -103,8 +104,10 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
         raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
     result, schedule, method = best
     validate(schedule, request.costs.of(schedule.placement), cap)
-    shortest = min(shortest, _time_bound(_problem(request, method, schedule.placement), allow))
-    bound = result.efficiency * result.span / shortest if shortest else 1.0
+    counts = Counter(schedule.directions().values())
+    own = _time_bound(request, schedule.placement, [counts[way] for way in range(schedule.num_directions)])
+    shortest = min(shortest, own)
+    bound = min(1.0, result.efficiency * result.span / shortest) if shortest else 1.0
     known = _placements(replace(request, placements=()))
     return Found(
         schedule=replace(schedule, name=CAPPED),
@@ -178,16 +181,21 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
     return fitting or [min(found, key=lambda pair: pair[1].num_stages)]
 
 
-def _affordable(problems: list[Problem], budget: Budget, allow: tuple[str, ...]) -> list[Problem]:
+def _affordable(request: Request, problems: list[Problem], budget: Budget) -> list[Problem]:
     """Return the placements whose schedules can be built and checked in the budget, at least the smallest."""
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
-    bounds = {one.name: _time_bound(one) for one in chosen}
+    costs = {one.name: request.costs.of(one.placement) for one in chosen}
+    bounds = {
+        one.name: rough_span(costs[one.name], one.placement, one.counts, request.cap, request.network)
+        for one in chosen
+    }
     near = [one for one in chosen if bounds[one.name] <= NEAR * min(bounds.values())]
     near.sort(key=lambda one: bounds[one.name])
-    return near[: NUM_WITH_ACTS if allow else NUM_PLACEMENTS]
+    return near[: NUM_WITH_ACTS if request.allow else NUM_PLACEMENTS]
 
 
-def _time_bound(problem: Problem, allow: tuple[str, ...] = ()) -> float:
-    return span_bound(problem, allow) / problem.ticks_per_unit
+def _time_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
+    costs = request.costs.of(placement)
+    return span_bound(costs, placement, counts, request.cap, request.network, request.allow)

@@ -1,55 +1,197 @@
-"""How good a capped schedule can be: a bound on the time of a step that holds for every order of its actions."""
+"""How good a capped schedule can be: bounds on the time of a step that hold for every order of its actions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import floor, inf
 
-from gems.schedule.bounds import Saving, least_time
-from gems.schedule.synthesis.problem import Problem
+from gems.schedule.bounds import Saving, least_time, most_in
+from gems.schedule.costs import FREE, Network, StageCosts
+from gems.schedule.placement import Placement
+from gems.schedule.synthesis.packing import Peak, distance_by_memory_time, distance_by_sequence
+
+CAP_SLACK = 2e-9  # above what a simulation lets pass
+ROUNDING = 1e-9  # of sizes, as a part of them
+SUMMING = 1e-10  # of times
+FEW = 3.0  # micro-batches under the cap up to which sequences of peaks are looked at
 
 
-def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
-    """Return ticks that no step on this placement and under this cap is shorter than; infinite if none can pass.
+def span_bound(
+    costs: StageCosts, placement: Placement, counts: Sequence[int], cap: float | None, network: Network = FREE,
+    allow: Sequence[str] = (),
+) -> float:  # fmt: skip
+    """Return the time that no step with `counts` micro-batches in the directions of a placement is shorter than.
+
+    Holds on each rank: `rough_span`; and, if activations stay where they are, fill and drain under the cap and the
+    distances of the peaks of its micro-batches. Times are real, as a simulation has them, and rounded down.
+    """
+    longest = rough_span(costs, placement, counts, cap, network, allow)
+    if cap is None or allow:
+        return longest
+    ways = _ways(costs, placement, counts, network)
+    tightest: tuple[float, list[Peak], float] | None = None
+    for rank in range(placement.num_ranks):
+        here = [(way, stages) for way in ways if (stages := way.stages_on(rank))]
+        if not here:
+            continue
+        room = _room(costs, sorted({stage for _, stages in here for stage in stages}), cap)
+        peaks = [_peak(costs, way, stages) for way, stages in here]
+        span = _span(peaks, distance_by_memory_time(peaks, room))
+        longest = max(longest, span, _fill_and_drain(costs, here, room))
+        if tightest is None or span > tightest[0]:
+            tightest = span, peaks, room
+    if tightest is not None and len(tightest[1]) == 1:
+        _, peaks, room = tightest
+        if room < FEW * peaks[0].size:
+            longest = max(longest, _span(peaks, distance_by_sequence(peaks[0], room)))
+    return longest * (1 - SUMMING)
+
+
+def rough_span(
+    costs: StageCosts, placement: Placement, counts: Sequence[int], cap: float | None, network: Network = FREE,
+    allow: Sequence[str] = (),
+) -> float:  # fmt: skip
+    """Return a time that no step is shorter than, by work, chain and memory-time alone.
 
     It holds on each rank, with heads and tails of the chain: its work, its forwards and input gradients with the way
     back to stage 0, and the memory-time of what it holds (size x shortest lifetime, over cap x time; the bound of the
     controllable-memory schedules, Qi et al. 2024). Memory actions save memory-time as in `least_time`, recomputation
     and copies without regard to each other, so the bound holds but may not be reached.
     """
-    ways = [way for way in range(problem.num_directions) if problem.num_in(way)]
-    reached, lifetimes = [problem.reached(way) for way in ways], [problem.lifetimes(way) for way in ways]
-    last, weight_grad = 2 * problem.num_stages - 1, problem.weight_grad
-    longest = float(min(ends[last] for ends in reached) + weight_grad[0])
-    for rank in range(problem.num_ranks):
-        work = chain = held = 0
+    ways = _ways(costs, placement, counts, network)
+    longest = min(way.ends[-1] for way in ways) + costs.weight_grad[0]
+    for rank in range(placement.num_ranks):
+        work = chain = held = 0.0
         heads, tails = [], []
         savings: dict[str, list[Saving]] = {"recompute": [], "offload": []}
-        for way, ends, lives in zip(ways, reached, lifetimes, strict=True):
-            count, stages, times = problem.num_in(way), problem.stages_of(rank, way), problem.time[way]
+        for way in ways:
+            stages = way.stages_on(rank)
             if stages:
-                heads.append(ends[stages[0]] - times[stages[0]])
-                tails.append(ends[last] - ends[last - stages[0]] + weight_grad[0])
+                heads.append(way.start(stages[0]))
+                tails.append(way.ends[-1] - way.back(stages[0]) + costs.weight_grad[0])
             for stage in stages:
-                chain += count * (times[stage] + times[last - stage])
-                work += count * weight_grad[stage]
-                freed = problem.size[stage] - problem.held[stage]  # between input and weight gradient
-                held += count * (problem.size[stage] * lives[stage] - freed * weight_grad[stage])
+                chain += way.count * (costs.forward[stage] + costs.input_grad[stage])
+                work += way.count * costs.weight_grad[stage]
+                life = way.back(stage) - way.start(stage)
+                kept = costs.activation[stage] * life + costs.held_for_weights[stage] * costs.weight_grad[stage]
+                held += way.count * kept
                 for name in allow:
-                    saved, paid = _saving(problem, stage, lives[stage], name)
+                    saved, paid = _saving(costs, stage, life + costs.weight_grad[stage], name)
                     if saved > 0:
-                        savings[name].append((count * saved, count * paid))
+                        savings[name].append((way.count * saved, way.count * paid))
         if heads:
             work, head = work + chain, min(heads)
-            longest = max(longest, head + chain + min(tails), head + least_time(work, held, problem.cap, **savings))
-    return longest
+            by_memory = work if cap is None else least_time(work, held, cap + CAP_SLACK, **savings)
+            longest = max(longest, head + chain + min(tails), head + by_memory)
+    return longest * (1 - SUMMING)
 
 
-def _saving(problem: Problem, stage: int, life: int, name: str) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The micro-batches of one direction: `ends` are the least times from their start to the end of each operation.
+
+    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0.
+    """
+
+    count: int
+    costs: StageCosts
+    ranks: tuple[int, ...]
+    ends: tuple[float, ...]
+
+    def stages_on(self, rank: int) -> list[int]:
+        """Return the stages that a rank holds in this direction, lowest first."""
+        return [stage for stage, there in enumerate(self.ranks) if there == rank]
+
+    def start(self, stage: int) -> float:
+        """Return the least time to the start of a stage's forward."""
+        return self.ends[stage] - self.costs.forward[stage]
+
+    def back(self, stage: int) -> float:
+        """Return the least time to the end of a stage's input gradient."""
+        return self.ends[-1 - stage]
+
+
+def _ways(costs: StageCosts, placement: Placement, counts: Sequence[int], network: Network) -> list[_Way]:
+    """Return the directions in which micro-batches run."""
+    found = []
+    for count, ranks in zip(counts, placement.ranks, strict=True):
+        flights = [
+            0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
+            for stage, (here, there) in enumerate(pairwise(ranks))
+        ]
+        times = (*costs.forward, *costs.input_grad[::-1])
+        ends = accumulate(map(sum, zip(times, (0.0, *flights, 0.0, *flights[::-1]), strict=True)))
+        if count:
+            found.append(_Way(count, costs, ranks, tuple(ends)))
+    return found
+
+
+def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
     """Return the memory-time that a memory action saves of one micro-batch on a stage, and the time that it takes."""
-    size, times = problem.size[stage], problem.time[0]
-    after = times[2 * problem.num_stages - 1 - stage] + problem.weight_grad[stage]
+    size, after = costs.activation[stage], costs.input_grad[stage] + costs.weight_grad[stage]
     if name == "recompute":
-        paid, boundary = problem.recompute[stage], problem.boundary[stage]
-        return (size - boundary) * (life - paid - after), paid
-    paid = problem.copy[stage]
-    return size * (life - times[stage] - 2 * paid - after), paid
+        paid = costs.recompute[stage]
+        return (size - costs.boundary[stage]) * (life - paid - after), paid
+    paid = costs.copy[stage]
+    return size * (life - costs.forward[stage] - 2 * paid - after), paid
+
+
+def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
+    """Return what of the cap a rank can use: whole activations, if all its sizes are multiples of the smallest."""
+    sizes = [size for stage in stages for size in (costs.activation[stage], costs.held_for_weights[stage]) if size]
+    room = cap * (1 + ROUNDING) + CAP_SLACK
+    unit = min(sizes, default=0.0)
+    if unit and all(abs(size / unit - round(size / unit)) <= ROUNDING for size in sizes):
+        room = min(room, floor(room / unit) * unit * (1 + ROUNDING))
+    return room
+
+
+def _peak(costs: StageCosts, way: _Way, stages: Sequence[int]) -> Peak:
+    """Return what a micro-batch must hold on a rank around the start of its last forward there."""
+    top = way.start(stages[-1])
+    after = []
+    for stage in stages:
+        left, end = costs.held_for_weights[stage], way.back(stage) - top
+        after += [(end, costs.activation[stage] - left), (end + costs.weight_grad[stage], left)]
+    return Peak(
+        count=way.count,
+        size=sum(costs.activation[stage] for stage in stages),
+        before=tuple((top - way.start(stage), costs.activation[stage]) for stage in stages),
+        after=tuple(after),
+        peak=top,
+        tail=way.ends[-1] + costs.weight_grad[0] - top,
+        time=costs.forward[stages[-1]],
+    )
+
+
+def _span(peaks: Sequence[Peak], distance: float) -> float:
+    return min(one.peak for one in peaks) + distance + min(one.tail for one in peaks)
+
+
+def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float) -> float:
+    """Return a rank's work and what it must idle before its first input gradient and after its last forward.
+
+    Before the first it only runs forwards, and these all hold their activations under the cap; after the last it only
+    works off what it holds then. If not all activations fit at once, the first lies before the last.
+    """
+    work = total = 0.0
+    ahead: list[Saving] = []
+    behind: list[Saving] = []
+    for way, stages in here:
+        for stage in stages:
+            size, left, weight_grad = costs.activation[stage], costs.held_for_weights[stage], costs.weight_grad[stage]
+            forward, backward = costs.forward[stage], costs.input_grad[stage] + weight_grad
+            work += way.count * (forward + backward)
+            total += way.count * size
+            ahead.append((forward * way.count, size * way.count))
+            # what a size lets do is the more of the whole backward or the weight gradient alone
+            least = min(size, left * backward / weight_grad if weight_grad else inf)
+            behind.append((backward * way.count, least * way.count))
+    if total <= room:
+        return work
+    first = min(way.back(stages[-1]) - costs.input_grad[stages[-1]] for way, stages in here)
+    head = min(way.start(stages[0]) for way, stages in here)
+    last = min(way.ends[-1] + costs.weight_grad[0] - way.ends[stages[-1]] for way, stages in here)
+    return work + max(head, first - most_in(ahead, room)) + max(0.0, last - most_in(behind, room))

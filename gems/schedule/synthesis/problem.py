@@ -73,6 +73,11 @@ class Problem:
         """Return how many micro-batches run in one direction: they take turns, the first one down."""
         return (self.num_micro_batches - direction + self.num_directions - 1) // self.num_directions
 
+    @property
+    def counts(self) -> list[int]:
+        """Micro-batches of each direction."""
+        return [self.num_in(direction) for direction in range(self.num_directions)]
+
     def work(self) -> int:
         """Return the ticks of one micro-batch over all stages, without recomputation."""
         return sum(self.time[0]) + sum(self.weight_grad)

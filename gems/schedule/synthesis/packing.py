@@ -1,0 +1,176 @@
+"""How close micro-batches can follow each other on a rank: what each must hold around its peak, packed under a cap."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf
+
+ROUNDING = 1e-9
+SIZES_PER_UNIT = 10**12
+FEWEST_CELLS, MOST_CELLS = 36, 72
+CYCLE = 6  # distances after which a sequence is continued by what it grew in as many
+Step = tuple[float, float]  # a time from the peak, and the size that is held up to there
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a micro-batch of one direction must hold on one rank around its peak, whatever the schedule.
+
+    The peak is the start of its last forward on the rank. Each size of `before` is held from at least so long before
+    the peak on, each of `after` until at least so long after it; both add up to `size`. `peak` is the least time from
+    the start of the step to a peak, `tail` that from a peak to the end of the step, `time` that of the last forward.
+    """
+
+    count: int
+    size: float
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    peak: float
+    tail: float
+    time: float
+
+
+def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
+    """Return the least time from the first to the last peak on a rank, by the memory-time of what must be held.
+
+    Between these two the cap x the time takes all of it that does not lie before the first peak or after the last one.
+    What lies there belongs to what is held at that peak: to the micro-batch that peaks, and in the rest of the cap to
+    others, with at most the largest ratio of memory-time beyond a time to the size that is held at it.
+    """
+    total = sum(one.count * (_memory_time(one.before) + _memory_time(one.after)) for one in peaks)
+    for sides in ([one.before for one in peaks], [one.after for one in peaks]):
+        ratio = max(map(_largest_ratio, sides))
+        total -= max(
+            _memory_time(steps) + max(0.0, cap - one.size) * ratio for one, steps in zip(peaks, sides, strict=True)
+        )
+    return max(0.0, total / cap) if cap else 0.0
+
+
+def _memory_time(steps: Sequence[Step]) -> float:
+    return sum(time * size for time, size in steps)
+
+
+def _largest_ratio(steps: Sequence[Step]) -> float:
+    """Return the most memory-time that lies further from the peak than any one time, over the size held at that."""
+    largest = held = beyond = last = 0.0
+    for time, size in [*sorted(steps, reverse=True), (0.0, 0.0)]:
+        if held and time < last:
+            beyond += held * (last - time)
+            largest = max(largest, beyond / held)
+        held, last = held + size, time
+    return largest
+
+
+def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -> float:
+    """Return the least time from the first to the last of equal peaks on a rank, by what fits beside each other.
+
+    Whenever a micro-batch's forward starts at the latest, what it, the two before it and the next one must hold fits
+    into the cap, which holds whole stages. Dynamic programming over the last two distances finds the shortest sequence
+    that keeps this, in whole cells of time: with all times rounded down, the peaks of every schedule give one.
+    """
+    span = max(time for time, _ in peak.before) + max(time for time, _ in peak.after)
+    if peak.count < 2 or span <= 0.0:
+        return 0.0
+    times = [time for steps in (peak.before, peak.after) for time, _ in steps]
+    num_cells = max(
+        range(FEWEST_CELLS, most_cells + 1),
+        key=lambda num: sum(floor(time * num / span + ROUNDING) for time in times) / num,
+    )
+    cell = span / num_cells
+    return _shortest(_next_distances(peak, cap, cell), peak.count - 1) * cell * (1 - 2 * ROUNDING)
+
+
+def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
+    """Return, in cells, the least distance to the next peak by the last distance and the one before it.
+
+    From a distance that has the last index on, micro-batches do not meet. A value above it says that nothing fits.
+    """
+
+    def cells(time: float) -> int:
+        return floor(time / cell + ROUNDING)
+
+    def amount(size: float) -> int:
+        return floor(size * SIZES_PER_UNIT)
+
+    before = [(cells(time), amount(size)) for time, size in peak.before]
+    after = [(cells(time), amount(size)) for time, size in peak.after]
+
+    def level(x: int) -> int:
+        """Return what is held `x` cells after a peak."""
+        return sum(size for back, size in before if back >= -x) if x < 0 else sum(size for on, size in after if on > x)
+
+    # The rank is busy in the last forward: what the next one must start before its end, it starts before its begin.
+    late = [(cells(time + peak.time) - 1, amount(size)) for time, size in peak.before if time > 0.0]
+    first = cells(peak.time)
+    most = max(before)[0] + max(after)[0] + first + 1
+    room = ceil(cap * (1 + ROUNDING) * SIZES_PER_UNIT) + len(before)
+    found = [[first] * (most + 1) for _ in range(most + 1)]
+    total = sum(size for _, size in before)
+    for time, coming in [(0, late), *((time, before) for time in sorted({time for time, _ in before}))]:
+        held = [level(x - time) for x in range(2 * most + 1)]
+        own = total if coming is late else sum(size for back, size in before if back >= time)
+        needs = [-sum(size for back, size in coming if back >= time + x) for x in range(most + 1)]
+        least: dict[int, int] = {}
+        for last, row in enumerate(found):
+            left = room - own - held[last]
+            for older in range(most + 1):
+                free = left - held[last + older]
+                distance = least.get(free)
+                if distance is None:
+                    distance = least[free] = bisect_left(needs, -free) if free >= 0 else most + 1
+                if distance > row[older]:
+                    row[older] = distance
+    return found
+
+
+def _shortest(next_distances: list[list[int]], num: int) -> float:
+    """Return the least sum of `num` distances, each by the two before it at least the next one's least."""
+    most = len(next_distances) - 1
+    first = next_distances[most][most]
+    # totals[last][older]: the least sum so far
+    totals = [[inf] * most + [float(last) if last >= first else inf] for last in range(most + 1)]
+    ends: list[float] = []
+    earlier: list[list[float]] = []
+    for turn in range(1, 2 * CYCLE + 1):
+        ends.append(
+            min(
+                (
+                    total
+                    for sums, nexts in zip(totals, next_distances, strict=True)
+                    for total, following in zip(sums, nexts, strict=True)
+                    if following <= most
+                ),
+                default=inf,
+            )
+        )
+        if turn == num:
+            return ends[-1]
+        if turn == CYCLE:
+            earlier = totals
+        rows = []
+        for sums, nexts in zip(totals, next_distances, strict=True):
+            best = [inf] * (most + 2)
+            for total, following in zip(sums, nexts, strict=True):
+                if total < best[following]:
+                    best[following] = total
+            least, row = inf, []
+            for distance in range(most + 1):
+                if best[distance] < least:
+                    least = best[distance]
+                row.append(least + distance)
+            rows.append(row)
+        if turn < 2 * CYCLE:
+            totals = [list(column) for column in zip(*rows, strict=True)]
+    growth = min(
+        (
+            now - then
+            for sums, olds in zip(totals, earlier, strict=True)
+            for now, then in zip(sums, olds, strict=True)
+            if then < inf
+        ),
+        default=inf,
+    )
+    cycles = -((2 * CYCLE - num) // CYCLE)
+    return ends[num - cycles * CYCLE - 1] + cycles * growth
