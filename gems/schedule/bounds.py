@@ -42,7 +42,7 @@ def memory_time_bound(
             idle = max(0.0, time - costs.recompute[stage] - backward)
             recompute.append((share * (size - costs.boundary[stage]) * idle, share * costs.recompute[stage]))
             idle = max(0.0, time - costs.forward[stage] - 2 * costs.copy[stage] - backward)
-            offload.append((share * size * idle, share * costs.copy[stage]))
+            offload.append((share * costs.movable[stage] * idle, share * costs.copy[stage]))
         allowed = recompute if "recompute" in allow else [], offload if "offload" in allow else []
         period = max(period, busy if cap is None else least_time(busy, product, cap, *allowed))
     useful = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
@@ -198,7 +199,7 @@ class DepthCosts:
         """Return the costs of the stages of a placement."""
         if self.given is not None and self.given.num_stages == placement.num_stages:
             return self.given
-        return self.stages(placement.num_stages)
+        return _stages(self, placement.num_stages)
 
     def stages(self, num_stages: int) -> StageCosts:
         """Return the costs of the model cut into `num_stages` stages of equal depth.
@@ -224,6 +225,11 @@ class DepthCosts:
             boundary=(self.boundary,) * num_stages,
             boundary_bytes=(self.boundary_bytes,) * num_stages,
         )
+
+
+@lru_cache(maxsize=32)
+def _stages(costs: DepthCosts, num_stages: int) -> StageCosts:
+    return costs.stages(num_stages)
 
 
 def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:

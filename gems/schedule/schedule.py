@@ -93,7 +93,7 @@ class Schedule:
     @property
     def has_memory_actions(self) -> bool:
         """Whether any activations are recomputed, or leave for host memory."""
-        return bool(self._marks[Kind.R]) or self.has_copies
+        return Kind.R in self._marked or self.has_copies
 
     @property
     def has_copies(self) -> bool:

@@ -186,10 +186,9 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
-    costs = {one.name: request.costs.of(one.placement) for one in chosen}
+    costs, cap, network = request.costs, request.cap, request.network
     bounds = {
-        one.name: rough_span(costs[one.name], one.placement, one.counts, request.cap, request.network)
-        for one in chosen
+        one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network) for one in chosen
     }
     near = [one for one in chosen if bounds[one.name] <= NEAR * min(bounds.values())]
     near.sort(key=lambda one: bounds[one.name])

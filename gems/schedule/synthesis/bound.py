@@ -24,8 +24,9 @@ def span_bound(
 ) -> float:  # fmt: skip
     """Return the time that no step with `counts` micro-batches in the directions of a placement is shorter than.
 
-    Holds on each rank: `rough_span`; and, if activations stay where they are, fill and drain under the cap and the
-    distances of the peaks of its micro-batches. Times are real, as a simulation has them, and rounded down.
+    It holds on each rank: `rough_span`, and where activations stay on the device the work with fill and drain under the
+    cap, and the way to its first peak, the distance of its peaks and the way from the last one. Times are real, as
+    those of a simulation, so no rounding of them lets a schedule pass.
     """
     longest = rough_span(costs, placement, counts, cap, network, allow)
     if cap is None or allow:
@@ -33,7 +34,7 @@ def span_bound(
     ways = _ways(costs, placement, counts, network)
     tightest: tuple[float, list[Peak], float] | None = None
     for rank in range(placement.num_ranks):
-        here = [(way, stages) for way in ways if (stages := way.stages_on(rank))]
+        here = [(way, stages) for way in ways if (stages := way.stages[rank])]
         if not here:
             continue
         room = _room(costs, sorted({stage for _, stages in here for stage in stages}), cap)
@@ -67,7 +68,7 @@ def rough_span(
         heads, tails = [], []
         savings: dict[str, list[Saving]] = {"recompute": [], "offload": []}
         for way in ways:
-            stages = way.stages_on(rank)
+            stages = way.stages[rank]
             if stages:
                 heads.append(way.start(stages[0]))
                 tails.append(way.ends[-1] - way.back(stages[0]) + costs.weight_grad[0])
@@ -92,17 +93,14 @@ def rough_span(
 class _Way:
     """The micro-batches of one direction: `ends` are the least times from their start to the end of each operation.
 
-    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0.
+    Operations are the forwards of stages 0 to S - 1, then the input gradients of stages S - 1 to 0. `stages` are those
+    of each rank, lowest first.
     """
 
     count: int
     costs: StageCosts
-    ranks: tuple[int, ...]
+    stages: list[list[int]]
     ends: tuple[float, ...]
-
-    def stages_on(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds in this direction, lowest first."""
-        return [stage for stage, there in enumerate(self.ranks) if there == rank]
 
     def start(self, stage: int) -> float:
         """Return the least time to the start of a stage's forward."""
@@ -123,8 +121,11 @@ def _ways(costs: StageCosts, placement: Placement, counts: Sequence[int], networ
         ]
         times = (*costs.forward, *costs.input_grad[::-1])
         ends = accumulate(map(sum, zip(times, (0.0, *flights, 0.0, *flights[::-1]), strict=True)))
+        stages: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+        for stage, rank in enumerate(ranks):
+            stages[rank].append(stage)
         if count:
-            found.append(_Way(count, costs, ranks, tuple(ends)))
+            found.append(_Way(count, costs, stages, tuple(ends)))
     return found
 
 
@@ -135,7 +136,7 @@ def _saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:
         paid = costs.recompute[stage]
         return (size - costs.boundary[stage]) * (life - paid - after), paid
     paid = costs.copy[stage]
-    return size * (life - costs.forward[stage] - 2 * paid - after), paid
+    return costs.movable[stage] * (life - costs.forward[stage] - 2 * paid - after), paid
 
 
 def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
@@ -173,8 +174,9 @@ def _span(peaks: Sequence[Peak], distance: float) -> float:
 def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[_Way, list[int]]], room: float) -> float:
     """Return a rank's work and what it must idle before its first input gradient and after its last forward.
 
-    Before the first it only runs forwards, and these all hold their activations under the cap; after the last it only
-    works off what it holds then. If not all activations fit at once, the first lies before the last.
+    Before the first it runs forwards alone, whose activations fit into the cap together, so of the time to there it
+    works at most what these take; after the last forward it works off what it holds under the cap. If not all
+    activations fit at once, some are freed before the last forward, so the two stretches lie apart and both count.
     """
     work = total = 0.0
     ahead: list[Saving] = []

@@ -21,6 +21,9 @@ class Peak:
     The peak is the start of its last forward on the rank. Each size of `before` is held from at least so long before
     the peak on, each of `after` until at least so long after it; both add up to `size`. `peak` is the least time from
     the start of the step to a peak, `tail` that from a peak to the end of the step, `time` that of the last forward.
+
+    Micro-batches of a direction are alike, so the n-th start or end of each operation on the rank may count as that of
+    the n-th micro-batch: all distances and what is held at any time stay as they are, and peaks follow each other.
     """
 
     count: int
@@ -35,9 +38,9 @@ class Peak:
 def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
     """Return the least time from the first to the last peak on a rank, by the memory-time of what must be held.
 
-    Between these two the cap x the time takes all of it that does not lie before the first peak or after the last one.
-    What lies there belongs to what is held at that peak: to the micro-batch that peaks, and in the rest of the cap to
-    others, with at most the largest ratio of memory-time beyond a time to the size that is held at it.
+    All of it is less than the cap x that time and what lies before the first peak or after the last one. At the first
+    peak that micro-batch holds its `size` and all others fit into the rest of the cap; what any of them held before
+    that, times its time, is at most the largest ratio of such memory-time to what it holds now. Likewise at the last.
     """
     total = sum(one.count * (_memory_time(one.before) + _memory_time(one.after)) for one in peaks)
     for sides in ([one.before for one in peaks], [one.after for one in peaks]):
@@ -66,9 +69,10 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
 def distance_by_sequence(peak: Peak, cap: float, most_cells: int = MOST_CELLS) -> float:
     """Return the least time from the first to the last of equal peaks on a rank, by what fits beside each other.
 
-    Whenever a micro-batch's forward starts at the latest, what it, the two before it and the next one must hold fits
-    into the cap, which holds whole stages. Dynamic programming over the last two distances finds the shortest sequence
-    that keeps this, in whole cells of time: with all times rounded down, the peaks of every schedule give one.
+    At the latest start of each of its forwards, what a micro-batch, the two before it and the next one must hold then
+    fits into the cap. The shortest sequence of distances that keeps this, by dynamic programming over the last two, is
+    no longer than that of any schedule. It is in whole cells of time: with what must be held rounded down to cells, the
+    peaks of a schedule may be rounded down too, as all that is held at a cell is held together at its end.
     """
     span = max(time for time, _ in peak.before) + max(time for time, _ in peak.after)
     if peak.count < 2 or span <= 0.0:
@@ -126,7 +130,11 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
 
 
 def _shortest(next_distances: list[list[int]], num: int) -> float:
-    """Return the least sum of `num` distances, each by the two before it at least the next one's least."""
+    """Return the least sum of `num` distances, each at least what the two before it ask for.
+
+    After two cycles a sum is continued by the least that any state has grown by in the second one: sums of states grow
+    no less in a later cycle, since they follow from those before it by adding and taking the least alone.
+    """
     most = len(next_distances) - 1
     first = next_distances[most][most]
     # totals[last][older]: the least sum so far
