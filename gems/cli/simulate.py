@@ -45,7 +45,8 @@ def assumed(found: Prediction) -> str:
         {"recompute": "recomputed", "offload": "copied to host"}[name] for name in allowed_actions(run, schedule)
     ]
     links = "links without contention" if found.network.takes_time(found.costs.boundary_bytes) else "free links"
-    return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}"
+    noise = "; compute without noise" if run.machine.noise else ""
+    return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}{noise}"
 
 
 def _summary(answer: dict[str, Any], assumptions: str) -> str:

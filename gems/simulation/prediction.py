@@ -80,8 +80,8 @@ class Prediction:
 
         Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x step, time in which a
         rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
-        the schedule has), and the part of the bound that is missed. Lists have an item a rank of one pipeline: replicas
-        are alike. Sizes in bytes are null where cost.activation_bytes is not given.
+        the schedule has; times without noise), and the part of the bound that is missed. Lists have an item a rank of
+        one pipeline: replicas are alike. Sizes in bytes are null where cost.activation_bytes is not given.
         """
         spec, step, unit_s, num_ranks = self.run, self.step, self.unit_s, self.schedule.num_ranks
         size, unknown = self.activation_bytes, [None] * num_ranks
