@@ -52,7 +52,7 @@ from gems.simulation.model_costs import PROFILE
 from gems.simulation.profiled_costs import profiled_costs
 
 ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
-EFFORT = 1024  # in actions, up to which candidates are tried in the order of their bounds alone
+EFFORT = 128  # in actions, up to which candidates are tried in the order of their bounds alone
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
@@ -130,14 +130,19 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Scheduled:
     """A candidate with a partition: its run and its compute-only schedule; `is_by_bytes` tells the two partitions."""
 
     boundaries: tuple[int, ...]
     run: RunSpec
-    compute: Schedule
     is_by_bytes: bool = False
+    found: Schedule | None = None  # of a search
+
+    @cached_property
+    def compute(self) -> Schedule:
+        """The schedule, which is built when it is first asked for."""
+        return self.found or compute_schedule(self.run)
 
 
 @dataclass(frozen=True)
@@ -186,12 +191,12 @@ class Planner:
         )
 
     def priority(self, one: Candidate) -> int:
-        """Return when a candidate is tried: in steps of four times the effort, what is likely too large last in each.
+        """Return when a candidate is tried: in steps of four times the effort, and last what is likely too large.
 
         What takes little finds the times soon that spare the search most of what takes long.
         """
         effort = bounds.effort(one, self.model(one.micro_batch_size).load)
-        return 2 * ceil(log(max(effort, EFFORT) / EFFORT, 4)) + self.is_unlikely(one)
+        return ceil(log(max(effort, EFFORT) / EFFORT, 4)) + 100 * self.is_unlikely(one)
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
@@ -246,6 +251,8 @@ class Planner:
                     return None
             else:
                 self._fits[one] = False
+                if self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes:
+                    return TooLarge(self.least_bytes(one))
             partitions = self._not_slower(one, worst_s)
             if partitions is None:
                 self._fits.pop(one, None)
@@ -273,10 +280,20 @@ class Planner:
             return partitions
         for made in partitions:
             slower.append(made)
-            least_s = simulate(made.compute, self._stage_costs(one, made)).span
-            if self._score(one, least_s) * (1 - ROUNDING) <= worst_s:
+            if self._score(one, self._compute_s(one, made)) * (1 - ROUNDING) <= worst_s:
                 return chain(slower, partitions)
         return None
+
+    def _compute_s(self, one: Candidate, made: _Scheduled) -> float:
+        """Return the seconds of a step without messages, which are the same under every memory policy."""
+        key = one.kept, made.boundaries
+        if key not in self._computed_s:
+            self._computed_s[key] = simulate(made.compute, self._stage_costs(one, made)).span
+        return self._computed_s[key]
+
+    @cached_property
+    def _computed_s(self) -> dict[tuple[Candidate, tuple[int, ...]], float]:
+        return {}
 
     def _stage_costs(self, one: Candidate, made: _Scheduled) -> StageCosts:
         if made.run.machine.kind != "real":  # no real layers: the machine's own costs
@@ -284,9 +301,7 @@ class Planner:
         return stage_costs(self.model(one.micro_batch_size).spans, made.boundaries)
 
     def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
-        limit, least, at_least = self.limit_bytes or sys.maxsize, sys.maxsize, self.least_bytes(one)
-        if at_least > limit:
-            return TooLarge(at_least)
+        limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
         for made in partitions:
             at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
             if at_least > limit:
@@ -369,22 +384,21 @@ class Planner:
             run, profile = self.run_of(one), self.model(one.micro_batch_size).profile
             found = search_schedule(run, profile)
             run = replace(run, cost=profiled_costs(run, profile, found["boundaries"], found["unit_bytes"]))
-            yield _Scheduled(tuple(found["boundaries"]), run, from_json(found["schedule"]))
+            yield _Scheduled(tuple(found["boundaries"]), run, found=from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])
         yield made
         if self.limit_bytes is None or one.num_stages == 1:
             return
         # what is recomputed is there for one micro-batch at a time
-        counts = stashes(made.compute) if one.memory == KEEP else (1,) * made.compute.num_stages
+        counts = stashes(made.compute) if one.memory == KEEP else (1,) * one.num_stages
         boundaries = self.model(one.micro_batch_size).by_bytes(counts)
         if boundaries != made.boundaries:
             yield replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
 
     def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Scheduled:
         spans, run = self.model(one.micro_batch_size).spans, self.run_of(one, boundaries)
-        run = replace(run, cost=profiled_costs(run, spans.profile, boundaries))
-        return _Scheduled(boundaries, run, compute_schedule(run))
+        return _Scheduled(boundaries, replace(run, cost=profiled_costs(run, spans.profile, boundaries)))
 
     def _simulated(
         self, one: Candidate, made: _Scheduled, schedule: Schedule, costs: StageCosts,

@@ -15,7 +15,7 @@ from gems.planner.search.best_first import Found, TooLarge, TooSlow, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 
-NUM_BEST, BUDGET_S = 10, 40.0
+NUM_BEST, BUDGET_S = 10, 12.0
 # Of the budget, while nothing fits: when the search gives way to one for anything that fits, and that one to what would
 # make it fit.
 SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
@@ -59,8 +59,10 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     rules, begin = planner.rules(), time.perf_counter()
     last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []
+    tried: set[Candidate] = set()
 
     def evaluate(one: Candidate, worst_s: float) -> Choice | TooLarge | TooSlow | None:
+        tried.add(one)
         result = planner.evaluate(one, worst_s)
         if isinstance(result, Choice):
             fitting.append(True)
@@ -72,8 +74,8 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
     if found.best or planner.limit_bytes is None or not found.num_left:
         return found
-    slow = [one for one in asked if one.slowness > 1]
-    lean = leanest(planner, slow, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
+    rest = [one for one in asked if one not in tried]
+    lean = leanest(planner, rest, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
         return found
     return replace(found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1)

@@ -107,12 +107,12 @@ def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequen
     """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
     rows = []
     for rank, row in enumerate(posted.rows):
-        receives: list[list[Action]] = [[] for _ in row]
+        receives: dict[int, list[Action]] = {}
         for (receive, _), place in zip(readers[rank], places[rank], strict=True):
-            receives[place].append(receive)
+            receives.setdefault(place, []).append(receive)
         lowered: list[Action] = []
-        for action, first in zip(row, receives, strict=True):
-            lowered += first
+        for place, action in enumerate(row):
+            lowered += receives.get(place, ())
             lowered.append(action)
             lowered += [send for send, _, _ in transfers_after(action, posted)]
         rows.append(tuple(lowered))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
@@ -78,9 +78,11 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
         ("all", everything, lean),
     ]  # fmt: skip
     for number, (trial, plan, tried) in enumerate(trials, 2):
-        peaks = tuple(tried.peak_bytes(plan)) if number <= len(trials) else least
-        counters = {"trial": trial, "cudnn_benchmark": tried is case, "trials": number, "peak_bytes": list(peaks)}
-        if max(peaks) <= limit:
+        # up to the first rank that is too full, if there is one
+        found = tried.peak_bytes(plan) if number <= len(trials) else iter(least)
+        peaks = list(takewhile(limit.__ge__, found))
+        counters = {"trial": trial, "cudnn_benchmark": tried is case, "trials": number, "peak_bytes": peaks}
+        if len(peaks) == len(least):
             break
     return replace(plan, policy="vdnn_dyn", counters={**(plan.counters or {}), **counters})
 

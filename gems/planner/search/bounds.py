@@ -13,7 +13,7 @@ from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
 
 # Rough passes over a step's actions that an evaluation takes, and what a search for a schedule is worth of them.
-PASSES = {KEEP: 1, "recompute/stage": 2, "recompute/selective": 2, "recompute/segment": 4, "vdnn_dyn": 16}
+PASSES = {KEEP: 2, "recompute/stage": 2, "recompute/selective": 2, "recompute/segment": 4, "vdnn_dyn": 8}
 MOST_PASSES, SEARCH_EFFORT = 64, 1e4
 
 
