@@ -62,7 +62,8 @@ class Segment:
 class MemoryPlan:
     """The segments of every stage, first layer to last; all micro-batches and directions of a stage are alike.
 
-    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved at all. `counters`
+    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved at all. With
+    `only_conv_inputs` an offloaded segment moves of what it saved what its convolutions read, and no more. `counters`
     are figures that the policy gives of itself, such as what LMS reclaims in a step.
     """
 
@@ -70,6 +71,7 @@ class MemoryPlan:
     stages: tuple[tuple[Segment, ...], ...]
     least_bytes: int = 0
     counters: Mapping[str, Any] | None = None
+    only_conv_inputs: bool = False
 
     @classmethod
     def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
@@ -133,7 +135,10 @@ class MemoryPlan:
                 tuple(Segment(**(dict(entry) | {"choice": Choice(entry["choice"])})) for entry in stage)
                 for stage in document["stages"]
             )
-            return cls(str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters"))
+            return cls(
+                str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters"),
+                bool(document.get("only_conv_inputs", False)),
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("memory plan", "json", f"not of schema {SCHEMA} ({error!r})") from error
 

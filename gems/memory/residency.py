@@ -17,7 +17,7 @@ class StorageState:
 
     num_bytes: int
     savers: set[int] = field(default_factory=set)  # whose backward has still to read it, `~segment` for a segment's W
-    is_movable: bool = True  # may be copied
+    is_movable: bool = True  # may be copied: one that saved it allows that
     is_pinned: bool = False  # stays on the device: a segment that is not offloaded has saved it too
     moved_with: int | None = None  # the segment whose copy took it
     on_device: bool = True
@@ -58,6 +58,7 @@ class Residency:
         if state is None:
             state = self.states[key] = StorageState(num_bytes, is_movable=is_movable)
             self.device_bytes += num_bytes
+        state.is_movable = state.is_movable or is_movable
         state.savers.add(segment)
         self._saved_by.setdefault(segment, {})[key] = None
         stays = segment not in self._offloaded

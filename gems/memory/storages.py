@@ -26,7 +26,8 @@ class Storage:
 
     `savers` are the layers of the stage whose backward reads them, first to last: they leave with the last one, and are
     needed until the first. `last_use` is the last layer of the stage that saves or is given them, and `is_passed_on`
-    whether a later stage is given them too. `readers` are later layers of the stage whose weight gradients read them.
+    whether a later stage is given them too. `readers` are later layers of the stage whose weight gradients read them,
+    `conv_savers` the savers in which a convolution saves them.
     Only those that are `is_movable` are large enough to leave; products are what convolutions and matrix products gave.
     `number` tells storages of a stage apart.
     """
@@ -41,6 +42,7 @@ class Storage:
     is_product: bool
     is_passed_on: bool
     readers: tuple[int, ...]
+    conv_savers: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -63,7 +65,7 @@ class Group:
     """Storages of a stage that share one fate: made in segment `maker`, saved by `savers`, last given to `last_use`.
 
     What the stage passes on is given last to the segment after its last one. `readers` are the later segments whose
-    weight gradients read them.
+    weight gradients read them. They may leave only once a segment of `movers` has saved them; None stands for any.
     """
 
     maker: int
@@ -72,6 +74,11 @@ class Group:
     is_movable: bool
     is_product: bool
     readers: tuple[int, ...] = ()
+    movers: tuple[int, ...] | None = None
+
+    def is_movable_by(self, segment: int) -> bool:
+        """Return whether they may leave once a segment has saved them."""
+        return self.is_movable and (self.movers is None or segment in self.movers)
 
 
 class Layers:
@@ -95,16 +102,16 @@ class Layers:
         found: list[Storage] = []
         for maker in range(first, end):
             for one in self.storages[maker]:
-                savers, readers = (
+                savers, readers, convs = (
                     tuple(sorted(maker + ahead for ahead in aheads if maker + ahead < end))
-                    for aheads in (one.savers, one.weight_readers)
+                    for aheads in (one.savers, one.weight_readers, one.conv_savers)
                 )
                 last_use = min(end - 1, max(maker + one.last_use, *savers, maker))
                 if savers or one.is_product or last_use > maker:
                     found.append(
                         Storage(
                             len(found), one.num_bytes, one.count, maker, savers, last_use,
-                            one.num_bytes >= least_bytes, one.is_product, maker + one.last_use >= end, readers,
+                            one.num_bytes >= least_bytes, one.is_product, maker + one.last_use >= end, readers, convs,
                         )
                     )  # fmt: skip
         return tuple(found)
@@ -149,7 +156,9 @@ class Layers:
 class StageStorages:
     """The storages that a stage makes, in groups, by the segments of a plan."""
 
-    def __init__(self, layers: Layers, segments: Sequence[Segment], least_bytes: int) -> None:
+    def __init__(
+        self, layers: Layers, segments: Sequence[Segment], least_bytes: int, only_conv_inputs: bool = False
+    ) -> None:
         self.layers = layers
         self.num_segments = len(segments)
         self.is_selective = tuple(segment.choice is Choice.SELECTIVE for segment in segments)
@@ -166,10 +175,13 @@ class StageStorages:
         segment_of = {layer: number for number, span in enumerate(self.spans_of) for layer in range(*span)}
         for one in layers.made(segments[0].first, segments[-1].end, least_bytes):
             maker = segment_of[one.maker]
-            savers, readers = (tuple(sorted({segment_of[at] for at in each})) for each in (one.savers, one.readers))
+            savers, readers, convs = (
+                tuple(sorted({segment_of[at] for at in each})) for each in (one.savers, one.readers, one.conv_savers)
+            )
             last_use = len(segments) if one.is_passed_on else segment_of[one.last_use]
             later = tuple(reader for reader in readers if reader > maker)
-            group = Group(maker, savers, last_use, one.is_movable, one.is_product, later)
+            movers = convs if only_conv_inputs else None
+            group = Group(maker, savers, last_use, one.is_movable, one.is_product, later, movers)
             groups[group] = None
             self.num_bytes[group] = self.num_bytes.get(group, 0) + one.total_bytes
             for layer in one.readers:
@@ -203,7 +215,7 @@ def stage_storages(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, 
     segments = plan.stages[stage]
     if schedule.num_segments[stage] is None and len(segments) > 1:
         segments = (replace(segments[0], end=segments[-1].end),)
-    return profile_storages(profile).stage(segments, plan.least_bytes)
+    return profile_storages(profile).stage(segments, plan.least_bytes, plan.only_conv_inputs)
 
 
 _profiles: dict[int, Layers] = {}

@@ -208,7 +208,7 @@ class MicroBatch:
 
     def _save(self, groups: Sequence[Group], segment: int) -> None:
         for group in groups:
-            self._residency.save(group, self._storages.num_bytes[group], segment, group.is_movable)
+            self._residency.save(group, self._storages.num_bytes[group], segment, group.is_movable_by(segment))
 
     def _kept_for_recompute(self, segment: int) -> list[Group]:
         storages = self._storages
@@ -222,7 +222,7 @@ class MicroBatch:
             is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
             is_second = not is_kept and group in self._residency.states
             key = ("second", group) if is_second else group
-            self._residency.save(key, storages.num_bytes[group], segment, group.is_movable)
+            self._residency.save(key, storages.num_bytes[group], segment, group.is_movable_by(segment))
         self._used_up[segment] = [each for each in self._kept_for_recompute(segment) if segment not in each.savers]
 
     def _backward(self, kind: Kind, segment: int) -> int:

@@ -75,11 +75,14 @@ def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Save
     savers = [
         (row, layer, part)
         for row, one in enumerate(one for storages in layers for one in storages)
-        for part, by in enumerate((one.savers, one.weight_readers))
+        for part, by in enumerate((one.savers, one.weight_readers, one.conv_savers))
         for layer in by
     ]
     columns = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
-    readers = "row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it"
+    readers = (
+        "row of the storage, layers away, 0 for who saves it, 1 for whose weight gradient reads it, "
+        "2 for whose convolution saves it"
+    )
     _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{LONG_NAMES[name]}: {columns}")
     _write(group, f"{name}_by", _table(savers, 3), "1, 1, 1", f"{LONG_NAMES[name]}, by whom: {readers}")
 
@@ -90,7 +93,8 @@ def _read_storages(group: h5py.Group, name: str, layers: list[dict[str, Any]]) -
         by.setdefault((row, part), []).append(layer)
     for row, (layer, *values) in enumerate(group[name][:].tolist()):
         found = dict(zip(("num_bytes", "last_use", "count", "is_product"), values, strict=True))
-        layers[layer][name].append(found | {"savers": by.get((row, 0), []), "weight_readers": by.get((row, 1), [])})
+        parts = ("savers", "weight_readers", "conv_savers")
+        layers[layer][name].append(found | {of: by.get((row, part), []) for part, of in enumerate(parts)})
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:

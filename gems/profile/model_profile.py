@@ -18,8 +18,8 @@ class Saved:
     Layers are counted from the one that makes them, which is 0: `savers` are those that save it for backward, in order,
     `weight_readers` those after the maker whose weight gradient reads it, `last_use` the last one that is given it, to
     read it or to carry it on. `is_product` says that a convolution or a
-    matrix product gave it, so that a selective recompute keeps it from the first. With no savers it is memory that
-    backward never reads.
+    matrix product gave it, so that a selective recompute keeps it from the first; `conv_savers` are the savers in which
+    a convolution saves it, as its input. With no savers it is memory that backward never reads.
     """
 
     num_bytes: int
@@ -28,6 +28,7 @@ class Saved:
     count: int = 1
     is_product: bool = False
     weight_readers: tuple[int, ...] = ()
+    conv_savers: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -44,6 +45,7 @@ class Saved:
             int(entry["count"]),
             bool(entry["is_product"]),
             tuple(int(reader) for reader in entry.get("weight_readers", ())),
+            tuple(int(saver) for saver in entry.get("conv_savers", ())),
         )
 
 

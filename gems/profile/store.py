@@ -24,7 +24,7 @@ from gems.profile.model_profile import ModelProfile
 from gems.utils.cache import cached
 from gems.utils.targets import source_of
 
-PROFILER = 8  # another number for profilers that would give other figures
+PROFILER = 9  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -66,6 +67,7 @@ CASES = [
 ]
 CHOICES = {
     "offload": [Choice.OFFLOAD],
+    "inputs of convolutions": [Choice.OFFLOAD, Choice.OFFLOAD, Choice.KEEP],
     "recompute": [Choice.RECOMPUTE],
     "selective": [Choice.SELECTIVE],
     "all": list(Choice),
@@ -82,6 +84,7 @@ def test_bytes_of_every_action_are_those_of_the_walk(name, family, choices):
     stages = compute.num_stages
     cuts = tuple(round(number * len(layers) / stages) for number in range(stages + 1))
     plan = random_plan(cuts, CHOICES[choices], seed=len(name + family + choices))
+    plan = replace(plan, only_conv_inputs=choices == "inputs of convolutions")
     schedule = validate(lower(add_memory(compute, plan)))
     generator = torch.Generator().manual_seed(0)
     images = {m: torch.randn(input_spec(data, SIZE).shape, generator=generator) for m in range(NUM)}

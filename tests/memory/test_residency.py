@@ -67,6 +67,16 @@ def test_small_ones_are_held_and_not_moved() -> None:
     assert holdings.device_bytes == 1
 
 
+def test_one_may_leave_once_a_segment_allows_it() -> None:
+    holdings = Residency({0, 1, 2})
+    holdings.save("activation", 1, 0, is_movable=False)
+    assert holdings.offload(0, {"activation"}) == [], "only an activation has saved it yet"
+    holdings.save("activation", 1, 1)
+    assert holdings.offload(1) == ["activation"], "a convolution has"
+    holdings.save("activation", 1, 2, is_movable=False)
+    assert holdings.free(1) == ["activation"], "a pooling does not keep it here"
+
+
 def test_what_only_weight_gradients_read_is_on_the_device_and_has_no_copy() -> None:
     holdings = Residency({0})
     holdings.save("x", 4, 0)

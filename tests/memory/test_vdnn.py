@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
 
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.case import MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.vdnn import (
     is_classifier,
@@ -20,6 +22,7 @@ from gems.memory.policies.vdnn import (
     without_workspace,
 )
 from gems.profile import LayerProfile
+from gems.profile.profilers.fake import fake_profile
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate
 from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
@@ -74,6 +77,59 @@ def test_conv_leaves_poolings() -> None:
     case = case_of(network("cpcpl"))
     assert offloaded(vdnn_all(case)) == [0, 1, 2, 3]
     assert offloaded(vdnn_conv(case)) == [0, 2]
+
+
+@cache
+def fake_case(name: str, depth: int, size: int, height_px: int = 224, norm: str = "none") -> MemoryCase:
+    """One micro-batch of a network of the zoo on one rank, nothing too small to be moved."""
+    data = DataConfig(height_px=height_px, width_px=height_px)
+    model = ModelConfig(name=name, depth=depth, width=64, norm=norm)
+    profile = fake_profile(model, data, size, "float32", MachineConfig())
+    return replace(case_of(profile), least_bytes=0)
+
+
+def moved_bytes(case: MemoryCase, plan: MemoryPlan) -> int:
+    return sum(one.moved_bytes for one in exposures(case.outcome(plan)).values())
+
+
+def test_bytes_of_vgg16_are_those_of_its_maps() -> None:
+    """The paper's VGG-16 of 256 images: conv moves the X of every convolution, all those of poolings too.
+
+    The images stay, as a stage's inputs do here; torch's poolings also save an index of 8 bytes for each value.
+    """
+    case = fake_case("vgg", 16, 256)
+    side, maps, poolings, indices = 224, 0, 0, 0
+    for channels, convs in zip((64, 128, 256, 512, 512), (2, 2, 3, 3, 3), strict=True):
+        maps += (convs - 1) * channels * side**2  # of the convolutions in a group but the first
+        poolings += channels * side**2
+        side //= 2
+        maps += channels * side**2 if side > 7 else 0  # of the first one in the next group
+        indices += channels * side**2
+    assert moved_bytes(case, vdnn_conv(case)) == 256 * 4 * maps
+    assert moved_bytes(case, vdnn_all(case)) == 256 * (4 * (maps + poolings) + 8 * indices)
+    assert 8.4 < 256 * 4 * maps / 2**30 < 8.7, "closed form: 8.7 GiB with the images"
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "least", "most"),
+    [("alexnet", 20, 0.1, 0.3), ("googlenet", 20, 0.15, 0.4), ("overfeat", 20, 0.1, 0.3), ("resnet", 20, 0.3, 0.7)],
+)
+def test_conv_moves_less_than_all_and_leaves_more_on_the_device(
+    name: str, depth: int, least: float, most: float
+) -> None:
+    case = fake_case(name, depth, 2, 231, "batch" if name == "resnet" else "none")
+    conv, everything = vdnn_conv(case), vdnn_all(case)
+    assert conv.only_conv_inputs and not everything.only_conv_inputs
+    assert least < moved_bytes(case, conv) / moved_bytes(case, everything) < most
+    held = [case.outcome(plan).ranks[0].peak_activation_bytes for plan in (everything, conv)]
+    assert held[0] <= held[1] < case.kept.ranks[0].peak_activation_bytes
+    assert moved_bytes(case, conv) == (conv.counters or {})["offloaded_layer_bytes"]
+    assert MemoryPlan.from_json(conv.to_json()).only_conv_inputs
+
+
+def test_without_convolutions_nothing_is_moved() -> None:
+    """A network of sequences has no X that vDNN knows."""
+    assert offloaded(vdnn_conv(case_of(network("ppl")))) == []
 
 
 def test_what_saves_nothing_or_little_stays() -> None:

@@ -46,6 +46,19 @@ class TestForward:
         assert found.layer.held_for_weights_bytes == X + Y, "the weight's gradient needs the input and ReLU's gradient"
 
     @both
+    def test_inputs_of_convolutions(self, is_fake: bool) -> None:
+        """Of conv, norm, activation, conv and pooling: the images and what the activation gave."""
+        with tensors(is_fake):
+            layers = [nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 5, 1), nn.MaxPool2d(2)]
+            found = meter(LayerCall(nn.Sequential(*layers), [torch.randn(2, 3, 8, 8)]))
+            cell = meter(LayerCall(Cell(8), [torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)]))
+        assert found.conv_inputs == (0,) and not found.outputs[0].is_conv_input
+        large = {(one.num_bytes, one.count) for one in found.inner if one.conv_savers}
+        assert large == {(Y, 1)}, "not what norm and pooling read"
+        assert sum(one.count for one in found.inner if one.num_bytes == Y) == 3
+        assert cell.saved_inputs == (1,) and cell.conv_inputs == (), "a pooling saves it"
+
+    @both
     def test_linear(self, is_fake: bool) -> None:
         with tensors(is_fake):
             found = meter(LayerCall(nn.Linear(100, 10), [torch.randn(4, 100)]))

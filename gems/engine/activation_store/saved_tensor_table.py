@@ -72,7 +72,7 @@ class SavedTensor:
 class SavedStorage:
     """A storage that a micro-batch has saved, in one version, with its one copy in host memory (`buffer`)."""
 
-    __slots__ = ("_tensors", "_weak", "buffer", "coming", "copied_version", "num_bytes", "number")
+    __slots__ = ("_tensors", "_weak", "buffer", "coming", "copied_version", "is_fixed", "num_bytes", "number")
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number  # among the storages of the micro-batch
@@ -80,6 +80,7 @@ class SavedStorage:
         self.buffer: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
         self.copied_version: int | None = None
+        self.is_fixed = False  # a tensor in it could not be made again from its bytes
         self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still have the storage.
         self._weak: dict[int, StorageWeakRef] = {}
@@ -169,8 +170,8 @@ class SavedTensorTable:
         """Return the saved storage that is, or was, in some memory."""
         return self._by_address.get(memory._cdata)
 
-    def save(self, tensor: Tensor, segment: int, min_bytes: int) -> tuple[SavedStorage, bool, bool]:
-        """Record that a segment saves a tensor.
+    def save(self, tensor: Tensor, segment: int, is_movable: bool) -> tuple[SavedStorage, bool, bool]:
+        """Record that a segment saves a tensor, and whether its memory may leave for all that this one knows.
 
         Returns:
             The storage, whether it is a new one, and whether its memory is now held and was not before.
@@ -183,8 +184,8 @@ class SavedTensorTable:
             saved = self._storages[self._num_saved] = SavedStorage(self._num_saved, memory.nbytes())
             self._num_saved += 1
         self.add_memory(saved, memory)
-        is_movable = saved.num_bytes >= min_bytes and not tensor.is_conj() and not tensor.is_neg()
-        is_held = self.residency.save(saved.number, saved.num_bytes, segment, is_movable)
+        saved.is_fixed |= tensor.is_conj() or tensor.is_neg()
+        is_held = self.residency.save(saved.number, saved.num_bytes, segment, is_movable and not saved.is_fixed)
         return saved, is_new, is_held
 
     def add_memory(self, saved: SavedStorage, memory: UntypedStorage) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
@@ -364,7 +365,9 @@ def open_segments(
         for tensor in chain(stage.modules.parameters(), stage.modules.buffers(), low_copies(stage.modules))
     )
     min_bytes = min_offload_bytes if plan is None else plan.least_bytes
-    store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes)
+    is_conv_only = plan is not None and plan.only_conv_inputs
+    convolutions = ConvolutionWatch(*(stage.modules for stage in stages.values())) if is_conv_only else None
+    store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes, convolutions)
     by_key: dict[SegmentKey, StoredSegment] = {}
     for (direction, number), stage in stages.items():
         names = schedule.segments_of(number)

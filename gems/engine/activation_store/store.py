@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.storages import storage_addresses
 from gems.engine.activation_store.copies import Copier, Copy
 from gems.engine.activation_store.host_pool import HostPool
@@ -50,11 +51,12 @@ class ActivationStore:
         device: torch.device,
         parameters: Iterable[Tensor] = (),
         min_offload_bytes: int = 0,
+        convolutions: ConvolutionWatch | None = None,
     ) -> None:
         """Begin empty.
 
         Tensors that are not on `device`, `parameters` (of all stages on the rank, and their buffers) and storages
-        smaller than `min_offload_bytes` are not moved.
+        smaller than `min_offload_bytes` are not moved; with `convolutions` only what is saved while one of them runs.
         """
         self.activations = MemoryCounter(recorder.count_bytes)
         self.on_host = MemoryCounter(recorder.count_host_bytes)
@@ -62,7 +64,7 @@ class ActivationStore:
         self._schedule = schedule
         self._copier, self._pool, self._recorder, self._device = copier, pool, recorder, device
         self._parameters = storage_addresses(parameters)
-        self._min_offload_bytes = min_offload_bytes
+        self._min_offload_bytes, self._convolutions = min_offload_bytes, convolutions
         self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
         self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
@@ -211,7 +213,10 @@ class ActivationStore:
             return saved.save(tensor, table.residency.is_on_device(saved.number))
 
     def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
-        saved, is_new, is_held = table.save(tensor, segment, self._min_offload_bytes)
+        is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
+            self._convolutions is None or self._convolutions.is_running
+        )
+        saved, is_new, is_held = table.save(tensor, segment, is_movable)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes
         if is_held:

@@ -45,7 +45,8 @@ class Planned:
     """A plan that fits, what it does, and how far it is from the least time, in seconds.
 
     No plan under the limit takes less than `bound_s`, for this partition and order of the schedule, these links' rates
-    and bytes as the timeline counts them, whatever each layer's choice, the segments and the distances of the copies.
+    and bytes as the timeline counts them, whatever each layer's choice, the segments and the distances of the copies,
+    if an offloaded layer moves all that it saved and not the inputs of its convolutions alone.
     Recomputed segments have at most so many layers as `MAX_OPTIONS` allows (24 of a stage of 25), or all of the stage.
     If a rank has more than one micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid
     of which any part can leave. `gap` is the step over the bound, less 1. `method` names where the plan came from.

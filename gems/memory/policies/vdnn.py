@@ -6,9 +6,13 @@ segment of its own, and a tensor that several layers save leaves with the last o
 has it. A copy is posted after its layer's forward. It takes the layer's output too where the next layer is offloaded
 as well, which is then that layer's X, on its way while that layer runs.
 
-What counts as a convolution: a layer whose kind says so, and a composite with weights (a residual block, an inception
-module, a cell), since most of its time is in convolutions. Poolings, norms, activations and what belongs to sequences
-are none. The classifier (kinds linear and head) is left untouched, as in the paper.
+The paper's layers are single operations; one here may be a whole block. So vdnn_conv goes by tensors: of what a layer
+saves, those that its convolutions read leave. The inputs of its poolings and norms, and what else they and activations
+save, stay. A tensor that others save too is still a convolution's X.
+
+For the window of the copies back a convolution is a layer whose kind says so, and a composite with weights (a residual
+block, an inception module, a cell), since most of its time is in convolutions. Poolings, norms, activations and what
+belongs to sequences are none. The classifier (kinds linear and head) is left untouched, as in the paper.
 """
 
 from __future__ import annotations
@@ -45,7 +49,14 @@ def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Offload the layers with convolutions only, whose long forward hides the copy; else as `vdnn_all`."""
+    """Offload only what convolutions read, whose long forward hides the copy; else as `vdnn_all`.
+
+    Such a tensor leaves after the forward of the layer whose convolution saves it. A profile in which no storage is a
+    convolution's input, such as one that knows only sums, does not tell them apart: all that a layer with convolutions
+    saves leaves then.
+    """
+    if any(one.conv_savers for layer in case.profile.layers for one in layer.saved):
+        return _plan(case, "vdnn_conv", _saving(case, only_conv_inputs=True), asynchronous, only_conv_inputs=True)
     chosen = [saves and is_conv(layer) for layer, saves in zip(case.profile.layers, _saving(case), strict=True)]
     return _plan(case, "vdnn_conv", chosen, asynchronous)
 
@@ -110,17 +121,22 @@ def is_classifier(layer: LayerProfile) -> bool:
     return layer.kind.lower() in _CLASSIFIERS
 
 
-def _saving(case: MemoryCase) -> list[bool]:
-    """Return for each layer whether it extracts features and saves anything large enough to be moved."""
+def _saving(case: MemoryCase, only_conv_inputs: bool = False) -> list[bool]:
+    """Return for each layer whether it extracts features and saves anything large enough to be moved.
+
+    With `only_conv_inputs` its convolutions are to save it.
+    """
     saving: set[int] = set()
     for first, end in pairwise(case.boundaries):
         for storage in saved_storages(case.profile, first, end, case.least_bytes):
             if storage.is_movable:
-                saving.update(storage.savers)
+                saving.update(storage.conv_savers if only_conv_inputs else storage.savers)
     return [index in saving and not is_classifier(layer) for index, layer in enumerate(case.profile.layers)]
 
 
-def _plan(case: MemoryCase, policy: str, chosen: Sequence[bool], asynchronous: bool) -> MemoryPlan:
+def _plan(
+    case: MemoryCase, policy: str, chosen: Sequence[bool], asynchronous: bool, only_conv_inputs: bool = False
+) -> MemoryPlan:
     convs = [is_conv(layer) for layer in case.profile.layers]
     layers: dict[int, Segment] = {}
     for first, end in pairwise(case.boundaries):
@@ -130,10 +146,15 @@ def _plan(case: MemoryCase, policy: str, chosen: Sequence[bool], asynchronous: b
                 found.append((first + back, place - back, not asynchronous))
         for layer, ahead, is_awaited in found:
             layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, ahead=ahead, is_awaited=is_awaited)
-    plan = MemoryPlan.by_layer(policy, case.boundaries, layers)
+    plan = replace(MemoryPlan.by_layer(policy, case.boundaries, layers), only_conv_inputs=only_conv_inputs)
     if asynchronous:
         plan = _without_waits(case, plan)
-    moved = sum(case.profile.layers[layer].kept_bytes for layer in layers)
+    moved = sum(
+        one.total_bytes
+        for first, end in pairwise(case.boundaries)
+        for one in saved_storages(case.profile, first, end, case.least_bytes)
+        if one.is_movable and one.owner in layers and (one.conv_savers or not only_conv_inputs)
+    )
     return replace(plan, counters={"offloaded_layers": len(layers), "offloaded_layer_bytes": moved})
 
 

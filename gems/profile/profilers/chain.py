@@ -65,6 +65,7 @@ class _Storage:
     last_use: int = 0
     is_product: bool = False
     weight_readers: list[int] = field(default_factory=list)
+    conv_savers: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -181,6 +182,8 @@ def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
         storage.savers.append(index)
     for storage in _unique(slots[number].storage for number in meter.held_inputs):
         storage.weight_readers.append(index)
+    for storage in _unique(slots[number].storage for number in meter.conv_inputs):
+        storage.conv_savers.append(index)
     names: dict[int, object] = {}
     handed = []
     for output in meter.outputs:
@@ -190,7 +193,10 @@ def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
         else:
             if output.made == len(placed.made):
                 savers = [index] if output.is_saved else []
-                placed.made.append(_Storage(output.storage_bytes, index, savers, index, output.is_product))
+                convs = [index] if output.is_conv_input else []
+                placed.made.append(
+                    _Storage(output.storage_bytes, index, savers, index, output.is_product, conv_savers=convs)
+                )
             storage = placed.made[output.made]
         slot = _Slot(output.layout, storage)
         if output.same_as is not None:
@@ -230,7 +236,7 @@ def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
     handed = [
         Saved(
             each.num_bytes, tuple(layer - index for layer in each.savers), each.last_use - index, 1, each.is_product,
-            tuple(layer - index for layer in each.weight_readers),
+            *(tuple(layer - index for layer in layers) for layers in (each.weight_readers, each.conv_savers)),
         )
         for each in placed.made
         if each.num_bytes and (each.savers or each.last_use > index or each.is_product)

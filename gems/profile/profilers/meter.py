@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.recompute.layer_state import RandomState
 from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
 from gems.autograd.split_backward.deferred import DeferredGradients
@@ -34,7 +35,8 @@ class Output:
 
     `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the input that it is
     itself, `given` the input whose memory it is in; with None the layer made that memory, which `made` numbers.
-    `is_saved` says that the layer itself saves it, `is_product` that a convolution or a matrix product gave it.
+    `is_saved` says that the layer itself saves it, `is_conv_input` that a convolution in it does, `is_product` that a
+    convolution or a matrix product gave it.
     """
 
     layout: Layout
@@ -44,6 +46,7 @@ class Output:
     made: int | None
     storage_bytes: int
     is_saved: bool
+    is_conv_input: bool
     is_product: bool
 
     @property
@@ -56,7 +59,8 @@ class Output:
 class LayerMeter:
     """The bytes of a layer, whatever its neighbours: the fields of `layer` that do not depend on them.
 
-    `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read.
+    `saved_inputs` are the inputs whose memory it saves, `conv_inputs` those that a convolution in it saves,
+    `held_inputs` those that its weight gradients read.
     `left_bytes` is what its forward leaves: stash and outputs. `inner` is the memory that it makes and does not pass
     on: what it saves, and what products gave.
     """
@@ -64,6 +68,7 @@ class LayerMeter:
     layer: LayerProfile
     outputs: tuple[Output, ...]
     saved_inputs: tuple[int, ...]
+    conv_inputs: tuple[int, ...]
     held_inputs: tuple[int, ...]
     left_bytes: int
     inner: tuple[Saved, ...]
@@ -89,15 +94,15 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     known = call.static_tensors()
     names = {storage_of(tensor) for tensor in known}
     inner, products = _inner(call, names)
-    saved: dict[int, int] = {}
+    saved = _SavedMemory()
     with LiveBytes(known, workspace) as live:
         run = Run(call)
-        with _noting(saved):
+        with _noting(saved, call):
             outputs = run.forward()
         forward_peak = live.peak_bytes
         described = _describe(outputs, run.values, saved, products)
     made = {each.made: each for each in described if each.made is not None}
-    stash = sum(num_bytes for name, num_bytes in saved.items() if name not in names)
+    stash = sum(num_bytes for name, num_bytes in saved.num_bytes.items() if name not in names)
     left = stash + sum(each.storage_bytes for each in made.values() if not each.is_saved)
     forward_peak = max(forward_peak, sum(each.storage_bytes for each in made.values()))
     del run, outputs
@@ -124,8 +129,11 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         cheap_first_peak_bytes=recomputed_peak(RecordMatmuls(MatmulOutputs(), RandomState(call.module, call.device))),
         cheap_peak_bytes=_cheap_peak(call, workspace),
     )
-    saved_inputs = tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in saved)
-    return LayerMeter(layer, described, saved_inputs, held_inputs, left, inner)
+    saved_inputs, conv_inputs = (
+        tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in some)
+        for some in (saved.num_bytes, saved.by_convolutions)
+    )
+    return LayerMeter(layer, described, saved_inputs, conv_inputs, held_inputs, left, inner)
 
 
 def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace | None = None) -> BackwardMeter:
@@ -151,20 +159,32 @@ def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace |
     return BackwardMeter(peak_bytes, run.input_gradients({storage_of(tensor) for tensor in memory.values()}))
 
 
+@dataclass(slots=True)
+class _SavedMemory:
+    """The bytes of storages that autograd saves, and those of them that convolutions save."""
+
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    by_convolutions: set[int] = field(default_factory=set)
+
+
 @contextmanager
-def _noting(saved: dict[int, int]) -> Iterator[None]:
-    """Record the storages that autograd saves inside, with their bytes."""
+def _noting(saved: _SavedMemory, call: LayerCall) -> Iterator[None]:
+    """Record the storages that autograd saves of a layer inside."""
 
     def pack(tensor: Tensor) -> Tensor:
-        saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        name = storage_of(tensor)
+        saved.num_bytes[name] = tensor.untyped_storage().nbytes()
+        if watch.is_running:
+            saved.by_convolutions.add(name)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with ConvolutionWatch(call.module) as watch, hooks:
         yield
 
 
 def _describe(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int], products: set[int | None]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: _SavedMemory, products: set[int | None]
 ) -> tuple[Output, ...]:
     """Return the outputs; `products` are the numbers of the storages that products gave."""
     given: dict[int, int] = {}
@@ -181,7 +201,8 @@ def _describe(
         found.append(
             Output(
                 Layout.of(tensor), number, same.get(id(tensor)), given.get(name), place,
-                tensor.untyped_storage().nbytes(), name in saved, place is not None and place in products,
+                tensor.untyped_storage().nbytes(), name in saved.num_bytes, name in saved.by_convolutions,
+                place is not None and place in products,
             )
         )  # fmt: skip
     return tuple(found)
@@ -190,16 +211,20 @@ def _describe(
 def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
     """Return the memory that a layer makes and keeps to itself, and which memory that it passes on products gave."""
     run = Run(call)
-    saved: dict[int, int] = {}
-    products = MatmulOutputs()
-    with RecordMatmuls(products, RandomState(call.module, call.device)), _noting(saved):
+    saved, products = _SavedMemory(), MatmulOutputs()
+    with RecordMatmuls(products, RandomState(call.module, call.device)), _noting(saved, call):
         outputs = run.forward()
     given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
     described = _describe(outputs, run.values, saved, set())
     made = {storage_of(tensor): output.made for tensor, output in zip(outputs, described, strict=True)}
     inner = [
-        Saved(num_bytes, (0,) if name in saved else (), is_product=name in given)
-        for name, num_bytes in (saved | given).items()
+        Saved(
+            num_bytes,
+            (0,) if name in saved.num_bytes else (),
+            is_product=name in given,
+            conv_savers=(0,) if name in saved.by_convolutions else (),
+        )
+        for name, num_bytes in (saved.num_bytes | given).items()
         if num_bytes and name not in static and name not in made
     ]
     return counted(inner), {made[name] for name in given if name in made}
