@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,15 +13,17 @@ from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
 from gems.runs.run_plan import plan_simulation
 from gems.schedule.costs import StageCosts
-from gems.schedule.formats.grid import fault_grid, grid
+from gems.schedule.formats.grid import fault_grid, grid, unit_to_fit
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import simulate
+from gems.schedule.simulate import Simulation, simulate
+from gems.simulation.model_costs import PROFILE
 
 LOWERED = "level=lowered"
 TORCH = "format=torch"
+TERMINAL_CHARS = 120  # where there is no terminal to ask
 
 
 def show_schedule(spec: RunSpec, options: Options) -> int:
@@ -50,7 +53,7 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
     step = simulate(lowered, costs, plan.network)
-    print(grid(lowered, step, unit=shortest_time(made, costs)))
+    print(drawn(lowered, costs, step, is_profiled=plan.costs.name == PROFILE))
     cost = plan.costs
     print(
         f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "
@@ -70,6 +73,29 @@ def draw_faults() -> Iterator[None]:
         if isinstance(error.schedule, Schedule):
             print(fault_grid(error.schedule, error), file=sys.stderr)
         raise
+
+
+def drawn(schedule: Schedule, costs: StageCosts, step: Simulation, is_profiled: bool) -> str:
+    """Return a step as a grid, with a column for the shortest action.
+
+    Measured times have no common unit, and the shortest of them may be a thousandth of the others: the grid of such
+    costs is scaled to the terminal, or left out where a rank has more actions than fit.
+    """
+    unit = shortest_time(schedule, costs)
+    chars = shutil.get_terminal_size((TERMINAL_CHARS, 0)).columns
+    fitted = unit_to_fit(schedule, step, chars) if is_profiled else unit
+    if fitted is None:
+        most = max(map(len, schedule.rows))
+        return (
+            f"(grid left out: up to {most} actions of a rank do not fit {chars} characters; `gems schedule "
+            "level=lowered` lists them, COLUMNS=1000 before the command makes room)"
+        )
+    text = grid(schedule, step, unit=max(unit, fitted))
+    return (
+        text
+        if fitted <= unit
+        else f"{text}\n(a column is {fitted:.3g} of {step.span:.3g} units; shorter actions take one)"
+    )
 
 
 def shortest_time(schedule: Schedule, costs: StageCosts) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from gems.cli.framework import Options, print_json
-from gems.cli.schedule import draw_faults, shortest_time
+from gems.cli.schedule import draw_faults, drawn
 from gems.config.schema import RunSpec
 from gems.runs.run_plan import plan_simulation, predict
 from gems.schedule import CAPPED, PLACEMENTS
-from gems.schedule.formats.grid import grid
+from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, allowed_actions
 from gems.utils.tables import name_values, table
 from gems.utils.units import MIB, percent
@@ -28,7 +28,7 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
         return 0
     schedule = found.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
-        print(grid(schedule, found.step, unit=shortest_time(schedule, found.costs)))
+        print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.name == PROFILE))
     print(_summary(answer, assumed(found)))
     print(_rank_table(answer))
     return 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gems.cli.framework import Options
 from gems.cli.simulate import assumed, show_simulation
+from gems.config.compose import compose
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
+from gems.profile.profilers.take import take
 from gems.runs.run_plan import plan_simulation, predict
 from gems.simulation.prediction import Prediction
 
@@ -171,3 +176,31 @@ def test_the_bound_says_what_it_holds_for() -> None:
         "any schedule with a split backward on v, linear; activations kept or recomputed or copied to host; "
         "links without contention; compute without noise"
     )
+
+
+@pytest.fixture(params=["measured", "fake"])
+def real(request: pytest.FixtureRequest, tmp_path: Path) -> RunSpec:
+    """A real run on two ranks with the costs of its profile, in a file that says where its times come from."""
+    spec = compose([
+        "machine=cpu", "data=synthetic", "model=resnet20_v1", "data.height_px=32", "data.width_px=32", "cost=profile",
+        "parallel.partitions=2", "parallel.micro_batches=4", f"cache_dir={tmp_path}",
+    ])  # fmt: skip
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(replace(take(spec), source=request.param).to_json()))
+    return replace(spec, profile=replace(spec.profile, path=str(path)))
+
+
+def test_the_grid_of_profiled_costs_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], real: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every action is there, and where there is no room for them one line says how to see them."""
+    for columns, is_drawn in ((100, True), (30, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert show_simulation(real, Options()) == 0
+        grid, _, _ = capsys.readouterr().out.partition("gems_master: ")
+        lines = [line for line in grid.splitlines() if line.startswith("rank")]
+        if not is_drawn:
+            assert not lines and "level=lowered" in grid and grid.count("\n") == 1
+            continue
+        assert len(lines) == 2 and max(map(len, lines)) <= 100 and "a column is" in grid
+        assert [len(set(re.findall(r"[FBfb]\d", line))) for line in lines] == [8, 8]

@@ -22,29 +22,52 @@ def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
     longer than 400 columns is cut, and a last line counts the rest.
     """
     columns = max(1, round(result.span / unit))
-    chunk_of: dict[tuple[int, int], str] = {}
-    for rank in range(schedule.num_ranks):
-        for way in range(schedule.num_directions):
-            mine = [place for place in schedule.placement.stages_on(rank) if place[0] == way]
-            chunk_of |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
-    width = max(map(len, chunk_of.values())) + 1 + len(str(max(0, schedule.num_micro_batches - 1)))
+    chunk_of = _chunks(schedule)
+    width = _cell_chars(schedule, chunk_of)
     shown = min(columns, MAX_COLUMNS)
     lines = []
     for rank, row in enumerate(schedule.rows):
         cells = ["." * width] * shown
+        free = 0
         for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
             if action.kind not in COMPUTE_KINDS:
                 continue
-            first = round(start / unit)
+            first = max(round(start / unit), free if end > start else 0)
+            free = first + 1
             letter = action.kind.value.lower() if action.direction else action.kind.value
             chunk = chunk_of[action.direction, action.stage]
             text = f"{letter}{action.micro_batch}{chunk}".ljust(width, "-")
             for column in range(first, min(shown, max(first + 1, round(end / unit)))):
                 cells[column] = text if column == first else "-" * width
-        lines.append(f"rank {rank:>4} | " + " ".join(cells))
+        lines.append(_head(rank) + " ".join(cells))
     if columns > shown:
         lines.append(f"({columns - shown} more columns)")
     return "\n".join(lines)
+
+
+def unit_to_fit(schedule: Schedule, result: Simulation, chars: int) -> float | None:
+    """Return the time of a column at which a grid has lines of so many characters; None if a rank has more actions."""
+    columns = (chars - len(_head(0))) // (_cell_chars(schedule, _chunks(schedule)) + 1)
+    most = max(sum(action.kind in COMPUTE_KINDS for action in row) for row in schedule.rows)
+    return result.span / columns if columns >= most else None
+
+
+def _head(rank: int) -> str:
+    return f"rank {rank:>4} | "
+
+
+def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
+    """Return the letter of each stage, by direction and stage, where a rank holds several of a direction."""
+    found: dict[tuple[int, int], str] = {}
+    for rank in range(schedule.num_ranks):
+        for way in range(schedule.num_directions):
+            mine = [place for place in schedule.placement.stages_on(rank) if place[0] == way]
+            found |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
+    return found
+
+
+def _cell_chars(schedule: Schedule, chunk_of: dict[tuple[int, int], str]) -> int:
+    return max(map(len, chunk_of.values())) + 1 + len(str(max(0, schedule.num_micro_batches - 1)))
 
 
 def fault_grid(schedule: Schedule, error: ScheduleError) -> str:

@@ -187,9 +187,7 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
     costs, cap, network = request.costs, request.cap, request.network
-    bounds = {
-        one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network) for one in chosen
-    }
+    bounds = {one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network) for one in chosen}
     near = [one for one in chosen if bounds[one.name] <= NEAR * min(bounds.values())]
     near.sort(key=lambda one: bounds[one.name])
     return near[: NUM_WITH_ACTS if request.allow else NUM_PLACEMENTS]
