@@ -6,6 +6,9 @@ gems.engine.transport.speed_probe probe.json`, and `--probe probe.json` reads it
 devices, whose messages wait for ranks to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN
 ...` takes the noise from finished runs. The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the
 error that `scripts.bench.fidelity` found with such a calibration.
+
+Four real runs of two ranks then tell the pace, how much longer layers take in a run than alone (`--steps`, 0 for none).
+It is written to the file, and kept in the cache for every prediction from layers that were measured on this node.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +29,15 @@ import numpy as np
 from gems import __version__
 from gems.errors import ConfigError, GemsError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.profile.pace import RunPace
+from gems.profile.store import keep_pace
 from gems.schedule.action import COMPUTE_KINDS
 from gems.simulation.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
 from gems.trace import KINDS, read_trace
 from gems.utils.atomic_io import read_json
 from gems.utils.units import counted
-from scripts.bench.rig import options
+from scripts.bench.pace import take_pace
+from scripts.bench.rig import composed, options
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks={"type": int, "help": "default 2, and 8 for emulated devices"},
         runs={"type": Path, "nargs": "*", "default": [], "metavar": "RUN"}, base={"metavar": "NAME"},
         device=("auto", "cpu", "cuda"), held_out=file,
+        steps={"type": int, "default": 20, "metavar": "N", "help": "steps of each run that tells the pace"},
     )  # fmt: skip
     try:
         probe = read_probe(given.probe) if given.probe else take_probe(given.kind, given.ranks)
         copies = copy_rates() if given.device != "cpu" and given.kind == "real" else None
         found = calibration_of({**probe, "copies": copies})
-        found = merged(found, [noise_of(compute_seconds(run)) for run in given.runs])
+        has_pace = given.kind == "real" and not given.probe and given.steps > 0
+        pace = measured_pace(found, given.device, given.steps) if has_pace else None
+        found = merged(found, [noise_of(compute_seconds(run)) for run in given.runs], pace)
         error = float(read_json(given.held_out)["median_error"]) if given.held_out else None
         write(given.out, found, probe, given.base, given.device, error)
     except GemsError as refused:
@@ -90,6 +100,15 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
         if ended.returncode:
             raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))
         return read_probe(result)
+
+
+def measured_pace(links: Calibration, device: str, steps: int) -> RunPace:
+    """Run and fit the pace of this machine, and keep it in the cache."""
+    machine = composed(f"machine.device={device}").machine
+    pace = take_pace(links, steps, [f"machine.device={device}"])
+    for name in {device, "auto"}:  # which is this device, if the machine has no other
+        keep_pace(pace, None, replace(machine, device=name))
+    return pace
 
 
 def compute_seconds(run: Path) -> np.ndarray:

@@ -16,6 +16,7 @@ from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
 from gems.runs.run_plan import plan_policies
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
+from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import with_replicas
 from gems.utils.tables import table
 from gems.utils.units import MIB, counted
@@ -67,6 +68,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         print_json(answer)
         return 0
     print(_comparison(answer) if is_comparison else _table(answer))
+    print(f"step times are {confidence_of(spec).words}")
     if picture is not None:
         print(f"picture: {answer['picture']}")
     return 0

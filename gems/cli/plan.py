@@ -21,6 +21,7 @@ from gems.planner.evaluate import Epochs, Planner
 from gems.planner.fastest import BUDGET_S, NUM_BEST, fastest
 from gems.planner.search.best_first import Found
 from gems.planner.search.choice import Choice, reasons
+from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
 from gems.utils.units import GIB
 
@@ -58,6 +59,9 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         check_experiment(path)
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
     answer, found = fastest(planner, batches, num_best, budget_s)
+    confidence = confidence_of(spec)
+    answer["is_calibrated"] = confidence.is_calibrated
+    answer["step_range_s"] = confidence.range_s(found.best[0].step_s)
     if path is not None:
         answer["experiment"] = str(path)
         _write(path, planner, found.best[0], answer["gpus"])
@@ -65,6 +69,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         print_json(answer)
         return 0
     print(_table(answer, found))
+    print(f"step times are {confidence.words}")
     if path is not None:
         print(f"written: {path}" + (f" (make submit CONF={path.stem})" if path.parent.name == "experiment" else ""))
     return 0

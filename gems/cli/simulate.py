@@ -9,6 +9,7 @@ from gems.cli.schedule import draw_faults, drawn
 from gems.config.schema import RunSpec
 from gems.runs.run_plan import plan_simulation, predict
 from gems.schedule import CAPPED, PLACEMENTS
+from gems.simulation.calibration import Confidence
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, allowed_actions
 from gems.utils.tables import name_values, table
@@ -29,7 +30,7 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
     schedule = found.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
         print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.name == PROFILE))
-    print(_summary(answer, assumed(found)))
+    print(_summary(answer, assumed(found), found.confidence))
     print(_rank_table(answer))
     return 0
 
@@ -49,12 +50,18 @@ def assumed(found: Prediction) -> str:
     return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}{noise}"
 
 
-def _summary(answer: dict[str, Any], assumptions: str) -> str:
+def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | None) -> str:
     low, high = answer["step_low_s"], answer["step_high_s"]
+    step, images = f"{answer['step_s']:g} ({answer['step_units']:g} units)", f"{answer['images_per_s']:.4g}"
+    if answer["step_range_s"] is not None:
+        least, most = answer["step_range_s"]
+        step = f"{least:.3g} to {most:.3g}"
+        images = " to ".join(f"{answer['images_per_s'] * answer['step_s'] / each:.3g}" for each in (most, least))
     rows = [
-        ("step [s]", f"{answer['step_s']:g} ({answer['step_units']:g} units)"),
+        ("step [s]", step),
+        *([] if confidence is None else [("this time is", confidence.words)]),
         *([("95 % of steps [s]", f"{low:g} to {high:g} (machine.noise)")] if low < high else []),
-        ("images/s", f"{answer['images_per_s']:.4g}"),
+        ("images/s", images),
         ("efficiency [%]", percent(answer["efficiency"])),
         ("bubble [%]", percent(answer["bubble"])),
         ("largest possible efficiency under the cap [%]", percent(answer["bound"])),

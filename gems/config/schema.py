@@ -320,6 +320,11 @@ class MachineConfig:
     memory_bytes_per_s: float = number(1e10, "rate of the device's memory", above=0)
     efficiency: float = number(1.0, "share of the rates that kernels reach, for times of profile=fake", above=0)
     noise: float = number(0.0, "relative standard deviation of a compute's time, drawn by seed in predictions", max=0.5)
+    pace_factor: float | None = number(
+        None, "how many times longer layers take in a run than alone (profile=measured); null: as calibrated here",
+        above=0, in_run_id=False,
+    )  # fmt: skip
+    pace_pass_s: float = number(0.0, "host time of each layer's pass beside, with machine.pace_factor", in_run_id=False)
     calibrated_from: str | None = text(None, "what the figures were measured on")
     held_out_error: float | None = number(None, "median error of step times predicted for runs not used to calibrate")
 

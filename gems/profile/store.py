@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import gems
-from gems.config.schema import DataConfig, ModelConfig, ProfileConfig, RunSpec
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ProfileConfig, RunSpec
 from gems.data import task_of
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.model_profile import ModelProfile
-from gems.utils.cache import cached
+from gems.profile.pace import RunPace
+from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.targets import source_of
 
 PROFILER = 9  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
+PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.operators"
 _SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
@@ -86,7 +88,45 @@ def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
+    """Return the profile of a resolved run, with the times of layers in a run where the machine's pace is known.
+
+    Raises:
+        ConfigError: as `profile_alone`.
+    """
+    profile, pace = profile_alone(spec), known_pace(spec)
+    return profile if pace is None or profile.source != "measured" else pace.of(profile)
+
+
+def known_pace(spec: RunSpec) -> RunPace | None:
+    """Return how much longer measured layers take in a resolved run: by its machine, or as calibrated on this node.
+
+    None if neither says. A profile in a file may be of another machine, and takes nothing from this node.
+    """
+    machine = spec.machine
+    if machine.kind != "real" or (spec.profile.path is None and is_fake(spec.profile)):
+        return None
+    if machine.pace_factor is not None:
+        return RunPace(machine.pace_factor, machine.pace_pass_s)
+    found = None if spec.profile.path is not None else read_cached(spec.cache_dir, PACE, _pace_key(machine))
+    try:
+        return None if found is None else RunPace(**found)
+    except TypeError:  # of another version
+        return None
+
+
+def keep_pace(pace: RunPace, cache_dir: str | None, machine: MachineConfig) -> None:
+    """Keep the pace of this node's devices for runs that follow."""
+    keep_cached(cache_dir, PACE, _pace_key(machine), asdict(pace))
+
+
+def _pace_key(machine: MachineConfig) -> str:
+    return json.dumps([platform.node(), machine.device, machine.threads_per_rank, versions()])
+
+
+def profile_alone(spec: RunSpec) -> ModelProfile:
     """Return the profile of a resolved run: of its file `profile.path`, from the cache, or taken now.
+
+    A measured one has the times of layers that run alone.
 
     Raises:
         ConfigError: a file without a profile, or with one of another model, shape, dtype or version; or a profile that

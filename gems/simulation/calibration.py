@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.profile.pace import FACT, RunPace
+from gems.profile.store import is_fake, known_pace, read_document
 from gems.schedule.costs import Network
 from gems.simulation.costs import all_reduce
 
@@ -18,6 +22,9 @@ LEVELS = ("link", "node")
 COPIES = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 MAX_NOISE = 0.5  # that machine.noise takes
 MAX_BYTES_PER_S = 1e15
+MIN_FACTOR = 1e-6  # of a pace, which is above 0
+# how many times the simulation of layers measured alone real steps of two ranks took (docs/benchmarks/fidelity.md)
+UNCALIBRATED = (1.0, 2.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class Calibration:
         all_reduce_error: median relative error of all-reduces that the links predict, of 1; None where none were timed.
         d2h_bytes_per_s, h2d_bytes_per_s: rates of the copy engines; None without a GPU.
         ranks_per_node: where ranks of several nodes took part.
+        pace: how much longer layers take in a run than alone; None where no run told.
     """
 
     links: Mapping[str, LinkFit]
@@ -51,6 +59,7 @@ class Calibration:
     d2h_bytes_per_s: float | None = None
     h2d_bytes_per_s: float | None = None
     ranks_per_node: int | None = None
+    pace: RunPace | None = None
 
     def machine(self) -> dict[str, float | int]:
         """Return the keys of `machine` that this calibration settles."""
@@ -58,6 +67,8 @@ class Calibration:
         for level, fit in self.links.items():
             values |= {f"{level}_latency_s": fit.latency_s, f"{level}_bytes_per_s": fit.bytes_per_s}
         values |= {name: getattr(self, name) for name in ("noise", "ranks_per_node", *COPIES)}
+        if self.pace is not None:
+            values |= {"pace_factor": self.pace.factor, "pace_pass_s": self.pace.pass_s}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
@@ -94,6 +105,57 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     return LinkFit(latency_s, 1 / per_byte, float(np.median(np.abs(predicted / times - 1))))
 
 
+def fit_pace(alone_s: Sequence[float], passes: Sequence[float], steps_s: Sequence[float]) -> RunPace:
+    """Fit the pace to steps that took `steps_s`, by what their layers take alone and the passes of layers in them.
+
+    By least squares of relative errors. The host's time is not below 0, nor the factor below 0.
+
+    Raises:
+        ConfigError: no steps, or times that are not above 0.
+    """
+    alone, count, steps = (np.asarray(values, float) for values in (alone_s, passes, steps_s))
+    if not len(steps) or not (alone > 0).all() or not (steps > 0).all():
+        raise ConfigError("calibration", f"{len(steps)} runs", "must be one or more, with times above 0")
+    columns = np.stack([alone / steps, count / steps], axis=1)
+    factor, pass_s = (float(value) for value in np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0])
+    only = [float(value) for value in columns.sum(axis=0) / np.maximum((columns**2).sum(axis=0), 1e-300)]
+    if pass_s < 0:
+        return RunPace(only[0], 0.0)
+    return RunPace(factor, pass_s) if factor > 0 else RunPace(MIN_FACTOR, only[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """What is known of a real step beside its simulation: `band` are factors of its time, None if not known."""
+
+    is_calibrated: bool
+    band: tuple[float, float] | None
+    words: str
+
+    def range_s(self, step_s: float) -> tuple[float, float] | None:
+        """Return the shortest and the longest time that a step of this simulated time is likely to take."""
+        return None if self.band is None else (self.band[0] * step_s, self.band[1] * step_s)
+
+
+def confidence_of(spec: RunSpec) -> Confidence:
+    """Return how far a prediction of a resolved run's step by its layers can be trusted.
+
+    With a known pace it is calibrated. Layers that were measured alone give a band. Of those on fake tensors only the
+    rates of the machine are known, and no run has shown how far they are off.
+    """
+    path, pace = spec.profile.path, known_pace(spec)
+    profile = None if path is None else read_document(Path(path))
+    is_measured = not is_fake(spec.profile) if profile is None else profile.source == "measured"
+    if not is_measured:
+        rates = f"the rates of machine={spec.machine.name}"
+        return Confidence(False, None, f"by {rates}, not compared with any run (profile=measured)")
+    if pace is not None or (profile is not None and FACT in profile.facts):
+        return Confidence(True, None, "calibrated by runs on this machine")
+    low, high = UNCALIBRATED
+    words = f"not calibrated for this machine: {low:g} to {high:g} times what its layers take alone (make calibrate)"
+    return Confidence(False, UNCALIBRATED, words)
+
+
 def noise_of(times_s: np.ndarray) -> float:
     """Return the relative standard deviation of computes that should take equally long, repetitions x ranks.
 
@@ -125,8 +187,8 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     copies: Mapping[str, float] = probe.get("copies") or {}
     noise = 0.0 if probe.get("kind") == "emulated" else noise_of(np.asarray(probe["computes_s"], float))
     ranks_per_node = probe.get("ranks_per_node") if "node" in links else None
-    rates = {name: copies.get(name) for name in COPIES}
-    found = Calibration(links, noise, ranks_per_node=ranks_per_node, **rates)
+    out, back = (copies.get(name) for name in COPIES)
+    found = Calibration(links, noise, d2h_bytes_per_s=out, h2d_bytes_per_s=back, ranks_per_node=ranks_per_node)
     sums: Mapping[str, Any] = probe.get("sums") or {}
     if not sums:
         return found
@@ -138,9 +200,9 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     return replace(found, all_reduce_error=float(np.median(errors)))
 
 
-def merged(found: Calibration, noises: Sequence[float]) -> Calibration:
-    """Return the calibration with the noise that runs showed, where they are given: the median of them."""
-    return replace(found, noise=float(np.median(noises))) if noises else found
+def merged(found: Calibration, noises: Sequence[float], pace: RunPace | None = None) -> Calibration:
+    """Return the calibration with the noise that runs showed, where they are given (the median of them), and a pace."""
+    return replace(found, noise=float(np.median(noises)) if noises else found.noise, pace=pace)
 
 
 def machine_yaml(
@@ -159,6 +221,8 @@ def machine_yaml(
     ]
     if found.all_reduce_error is not None:
         notes.append(f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)")
+    if found.pace is not None:
+        notes.append("pace: how much longer layers take in a run of two ranks than alone")
     if found.noise > MAX_NOISE:
         notes.append(
             f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a quiet machine"

@@ -21,6 +21,7 @@ from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
 from gems.simulation.build import partition_of, search_schedule
+from gems.simulation.calibration import Confidence, confidence_of
 from gems.simulation.costs import (
     activation_cap,
     network_in_seconds,
@@ -71,6 +72,13 @@ class Prediction:
         return self.step.span * self.unit_s
 
     @property
+    def confidence(self) -> Confidence | None:
+        """How far the step of a real machine can be trusted; None if its costs are not those of its layers."""
+        spec = self.run
+        is_by_layers = spec.machine.kind == "real" and (spec.cost.name == PROFILE or spec.memory.name != "keep")
+        return confidence_of(spec) if is_by_layers else None
+
+    @property
     def peak_bytes(self) -> tuple[float, ...] | None:
         """The most bytes that each rank of a pipeline holds on its device, None if they are not known."""
         return tuple(rank.peak for rank in self.memory) if self.activation_bytes else None
@@ -82,7 +90,10 @@ class Prediction:
         rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
         the schedule has; times without noise), and the part of the bound that is missed. Lists have an item a rank of
         one pipeline: replicas are alike. Sizes in bytes are null where cost.activation_bytes is not given.
+        `is_calibrated` and `step_range_s` say how far the step's time can be trusted, null where that is not known or
+        does not apply.
         """
+        confidence = self.confidence
         spec, step, unit_s, num_ranks = self.run, self.step, self.unit_s, self.schedule.num_ranks
         size, unknown = self.activation_bytes, [None] * num_ranks
         computing = sum(time.useful + time.recompute for time in self.times)
@@ -91,6 +102,8 @@ class Prediction:
             "partitions": num_ranks, "replicas": spec.parallel.replicas, "world_size": spec.world_size,
             "micro_batches": self.schedule.num_micro_batches, "stages": self.schedule.num_stages,
             "directions": self.schedule.num_directions, "step_units": step.span, "step_s": self.step_s,
+            "is_calibrated": None if confidence is None else confidence.is_calibrated,
+            "step_range_s": None if confidence is None else confidence.range_s(self.step_s),
             "step_low_s": self.interval[0] * unit_s, "step_high_s": self.interval[1] * unit_s,
             "images_per_s": global_batch(spec) / self.step_s, "efficiency": step.efficiency,
             "bubble": 1.0 - computing / (num_ranks * step.span),

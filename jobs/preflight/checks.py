@@ -17,6 +17,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import Peak, RunPlan, predict_peak, predict_steps_s
+from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
 from gems.utils.stdio import report
 from gems.utils.units import GIB
@@ -192,9 +193,16 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
     predicted_s = predict_steps_s(plan)
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
-    text = f"{job.minutes} min requested, {predicted_s / 60:.2g} min predicted for {spec.train.steps} steps"
-    is_enough = not job.is_batch or predicted_s <= 60 * job.minutes
-    return text if is_enough else (False, f"{text}: it would not finish (cluster.minutes)")
+    confidence = confidence_of(spec) if spec.machine.kind == "real" else None
+    least_s, most_s = (confidence and confidence.range_s(predicted_s)) or (predicted_s, predicted_s)
+    minutes = f"{least_s / 60:.2g} to {most_s / 60:.2g}" if least_s < most_s else f"{predicted_s / 60:.2g}"
+    text = f"{job.minutes} min requested, {minutes} min predicted for {spec.train.steps} steps"
+    text += f" ({confidence.words})" if confidence is not None else ""
+    if not job.is_batch or most_s <= 60 * job.minutes:
+        return text
+    if least_s <= 60 * job.minutes:
+        return None, f"{text}: it may not finish (cluster.minutes)"
+    return False, f"{text}: it would not finish (cluster.minutes)"
 
 
 def _check_probe(spec: RunSpec, job: JobSpec) -> Outcome:

@@ -54,8 +54,8 @@ def test_the_table_says_how_far_it_looked(gems_: Gems) -> None:
     assert said.code == 0, said.err
     lines = said.out.splitlines()
     assert "4 GPUs" in lines[0] and "a prediction" in lines[0]
-    assert len(lines) == 13 and lines[2].split()[0] == "1" and "more" in lines[5]
-    assert "left out by bytes" in lines[-1]
+    assert len(lines) == 14 and lines[2].split()[0] == "1" and "more" in lines[5]
+    assert "left out by bytes" in lines[-2] and "rates of machine=auto" in lines[-1]
 
 
 def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

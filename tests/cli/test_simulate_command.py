@@ -190,6 +190,31 @@ def real(request: pytest.FixtureRequest, tmp_path: Path) -> RunSpec:
     return replace(spec, profile=replace(spec.profile, path=str(path)))
 
 
+def test_a_step_that_no_run_calibrated_is_a_range(
+    capsys: pytest.CaptureFixture[str], real: RunSpec, request: pytest.FixtureRequest
+) -> None:
+    found = shown(capsys, real)
+    is_measured = "measured" in request.node.name
+    assert found["is_calibrated"] is False
+    assert found["step_range_s"] == ([found["step_s"], pytest.approx(2.4 * found["step_s"])] if is_measured else None)
+    assert show_simulation(real, Options()) == 0
+    text = capsys.readouterr().out
+    if is_measured:
+        assert re.search(r"step \[s\] +[\d.]+ to [\d.]+\n", text) and "not calibrated for this machine" in text
+        assert re.search(r"images/s +[\d.]+ to [\d.]+\n", text)
+    else:
+        assert "by the rates of machine=cpu, not compared with any run" in text
+    paced = replace(real, machine=replace(real.machine, pace_factor=1.5))
+    again = shown(capsys, paced)
+    assert (again["is_calibrated"], again["step_range_s"]) == (is_measured, None)
+    assert again["step_s"] == pytest.approx((1.5 if is_measured else 1.0) * found["step_s"])  # type: ignore[operator]
+
+
+def test_costs_that_are_given_need_no_calibration(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, spec_of())
+    assert found["is_calibrated"] is None and found["step_range_s"] is None
+
+
 def test_the_grid_of_profiled_costs_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], real: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

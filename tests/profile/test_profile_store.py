@@ -7,15 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gems.config.resolve import resolve
+from gems.config.resolve import resolve, run_id
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
+from gems.profile.pace import RunPace
 from gems.profile.profilers.take import take
-from gems.profile.store import key_of, profile_of, versions
+from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, profile_of, versions
 
 
 def spec_of(**changes: object) -> RunSpec:
@@ -128,6 +130,53 @@ class TestCache:
 
     def test_the_versions_are_in_the_key(self) -> None:
         assert versions().items() <= key_of(spec_of()).items()
+
+
+class TestPace:
+    """How much longer measured layers take in a run: by the machine, or as calibrated on this node."""
+
+    PACE = RunPace(1.5, 0.001)
+
+    @pytest.fixture(autouse=True)
+    def measured(self, monkeypatch: pytest.MonkeyPatch, profile: ModelProfile) -> ModelProfile:
+        made = replace(profile, source="measured")
+        monkeypatch.setattr(store, "take_profile", lambda spec: json.loads(json.dumps(made.to_json())))
+        return made
+
+    def on(self, tmp_path: Path, **machine: Any) -> RunSpec:
+        cpu = MachineConfig(device="cpu", **machine)
+        return spec_of(cache_dir=str(tmp_path), profile=ProfileConfig("measured"), machine=cpu)
+
+    def test_layers_take_longer(self, tmp_path: Path, measured: ModelProfile) -> None:
+        spec = self.on(tmp_path, pace_factor=1.5, pace_pass_s=0.001)
+        found = profile_of(spec)
+        for before, after in zip(measured.layers, found.layers, strict=True):
+            assert after.time_s == pytest.approx(1.5 * before.time_s + 0.003)
+            assert after.recompute_s == pytest.approx(1.5 * before.recompute_s + 0.001)
+            assert after.saved == before.saved
+        assert self.PACE.of(found) == found, "once"
+        assert profile_alone(spec) == measured
+
+    def test_it_is_kept_for_this_node(self, tmp_path: Path, measured: ModelProfile) -> None:
+        spec = self.on(tmp_path)
+        assert known_pace(spec) is None and profile_of(spec) == measured
+        keep_pace(self.PACE, str(tmp_path), spec.machine)
+        assert known_pace(spec) == self.PACE and profile_of(spec) == self.PACE.of(measured)
+        assert known_pace(self.on(tmp_path, threads_per_rank=2)) is None
+        given = self.on(tmp_path, pace_factor=2.0)
+        assert known_pace(given) == RunPace(2.0), "the machine's file comes first"
+
+    def test_it_is_not_for_rates_nor_other_machines(self, tmp_path: Path, path: Path, profile: ModelProfile) -> None:
+        spec = self.on(tmp_path)
+        keep_pace(self.PACE, str(tmp_path), spec.machine)
+        assert known_pace(replace(spec, profile=ProfileConfig("fake"))) is None
+        assert known_pace(replace(spec, machine=replace(spec.machine, kind="simulated"))) is None
+        assert known_pace(replace(spec, profile=ProfileConfig("measured", path=str(path)))) is None
+        fake = spec_of(machine=MachineConfig(device="cpu", pace_factor=2.0), profile=ProfileConfig(path=str(path)))
+        assert profile_of(fake) == profile, "the file holds no measured times"
+
+    def test_a_pace_is_in_no_identity(self, tmp_path: Path) -> None:
+        assert run_id(self.on(tmp_path)) == run_id(self.on(tmp_path, pace_factor=1.5, pace_pass_s=0.001))
 
 
 class TestChild:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from analysis.metrics.events import of_kinds
+from gems.config.compose import compose
 from gems.config.resolve import resolve
 from gems.config.schema import (
     BenchmarkConfig,
@@ -22,34 +23,38 @@ from gems.config.schema import (
     TrainConfig,
 )
 from gems.errors import ConfigError
+from gems.profile.pace import RunPace
+from gems.profile.store import known_pace
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import write_trace
-from scripts.bench.fidelity import (
-    HELD_OUT_EMULATED,
-    HELD_OUT_REAL,
-    Step,
-    compared,
-    fit_slowdown,
-    predicted,
-    step_peaks,
-    summary,
-)
+from scripts import calibrate
+from scripts.bench.fidelity import HELD_OUT_EMULATED, HELD_OUT_REAL, Step, compared, predicted, step_peaks, summary
+from scripts.bench.pace import CALIBRATING, Pair, pace_of
 from scripts.calibrate import compute_seconds, main
 
 
 @pytest.mark.timeout(200)
-def test_a_probe_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_becomes_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, answer = tmp_path / "machine" / "here.yaml", tmp_path / "fidelity.json"
     answer.write_text(json.dumps({"median_error": 0.02}))
-    words = ["--out", str(out), "--device", "cpu", "--base", "cpu", "--held-out", str(answer)]
+    monkeypatch.setattr(calibrate, "take_pace", lambda links, steps, overrides: RunPace(1.0 + steps / 10, 1e-4))
+    monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["--out", str(out), "--device", "cpu", "--base", "cpu", "--held-out", str(answer), "--steps", "5"]
     assert main(words) == 0
     assert capsys.readouterr().out == f"{out}\n"
     found = yaml.safe_load(out.read_text())
     assert found["link_bytes_per_s"] > 0 and 0 <= found["noise"] <= 0.5
     assert (found["name"], found["held_out_error"]) == ("here", 0.02)
+    assert (found["pace_factor"], found["pace_pass_s"]) == (1.5, 1e-4)
+    for machine in ("cpu", "auto"):
+        assert known_pace(compose(["profile=measured", f"machine={machine}"])) == RunPace(1.5, 1e-4), (
+            "kept for this node"
+        )
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,11 +128,11 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
         step_peaks(replace(trace, events=trace.events[~sends]), made, costs, spec.cost.unit_s, 1.0)
 
 
-def test_the_slowdown_of_runs_is_a_factor_and_host_time() -> None:
+def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
     alone = [(Step(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
-    slowdown = fit_slowdown([(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
-    assert (slowdown.factor, slowdown.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
-    assert slowdown.step_s(*alone[0]) == pytest.approx(1.4)
+    pace = pace_of([Pair(step, passes, Step(1.1 * step.step_s + 0.001 * passes, 1.0)) for step, passes in alone])
+    assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
+    assert pace.time_s(1.0, 300) == pytest.approx(1.4)
 
 
 def test_errors_are_those_of_the_prediction() -> None:
@@ -140,4 +145,4 @@ def test_errors_are_those_of_the_prediction() -> None:
 
 def test_the_bench_has_the_runs_that_it_claims() -> None:
     assert len(HELD_OUT_EMULATED) >= 12 and len(HELD_OUT_REAL) == 4
-    assert len({words for _, words in (*HELD_OUT_EMULATED, *HELD_OUT_REAL)}) == 18
+    assert len({words for _, words in (*HELD_OUT_EMULATED, *HELD_OUT_REAL, *CALIBRATING)}) == 22

@@ -12,14 +12,18 @@ from gems.config.compose import compose
 from gems.config.schema import MachineConfig
 from gems.engine.transport.speed_probe import rank_pairs
 from gems.errors import ConfigError
+from gems.profile.pace import RunPace
 from gems.schedule.costs import Network
 from gems.simulation.calibration import (
     MAX_NOISE,
     SCHEMA,
+    UNCALIBRATED,
     Calibration,
     LinkFit,
     calibration_of,
+    confidence_of,
     fit_link,
+    fit_pace,
     machine_yaml,
     merged,
     noise_of,
@@ -120,6 +124,34 @@ class TestMachine:
         assert rank_pairs(["a", "a"]) == {"node": (0, 1)}
 
 
+class TestPace:
+    def test_a_factor_and_host_time_are_found_again(self) -> None:
+        alone, passes = [1.0, 2.0, 4.0], [300.0, 100.0, 200.0]
+        steps = [1.1 * one + 0.001 * count for one, count in zip(alone, passes, strict=True)]
+        pace = fit_pace(alone, passes, steps)
+        assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
+        assert pace.time_s(1.0, 300) == pytest.approx(steps[0])
+
+    def test_neither_is_below_0(self) -> None:
+        """Steps that take less per pass the more passes they have; and steps of passes alone."""
+        assert fit_pace([1.0, 1.0], [100.0, 200.0], [2.0, 1.5]).pass_s == 0.0
+        pace = fit_pace([2.0, 1.0], [100.0, 200.0], [0.1, 0.25])
+        assert 0 < pace.factor < 1e-3 and pace.pass_s > 0
+
+    def test_no_runs_tell_nothing(self) -> None:
+        with pytest.raises(ConfigError, match="one or more"):
+            fit_pace([], [], [])
+
+    def test_how_far_a_prediction_can_be_trusted(self, tmp_path: Path) -> None:
+        words = ["profile=measured", f"cache_dir={tmp_path}", "data=synthetic", "machine=cpu"]
+        alone, rates = confidence_of(compose(words)), confidence_of(compose([*words, "profile=fake"]))
+        assert not alone.is_calibrated and alone.range_s(2.0) == (2.0, 2 * UNCALIBRATED[1])
+        assert "not calibrated for this machine" in alone.words and "make calibrate" in alone.words
+        assert (rates.is_calibrated, rates.band) == (False, None) and "rates of machine=cpu" in rates.words
+        known = confidence_of(compose([*words, "machine.pace_factor=1.2"]))
+        assert (known.is_calibrated, known.range_s(2.0)) == (True, None)
+
+
 class TestFile:
     def test_it_is_a_machine_of_the_configuration(self, tmp_path: Path) -> None:
         found = calibration_of(probe(copies={"d2h_bytes_per_s": 1e10, "h2d_bytes_per_s": 2e10}))
@@ -131,6 +163,9 @@ class TestFile:
         assert machine.link_bytes_per_s == pytest.approx(1e10) and machine.ranks_per_node == 2
         assert (machine.d2h_bytes_per_s, machine.h2d_bytes_per_s) == (1e10, 2e10)
         assert (machine.calibrated_from, machine.held_out_error) == ("2 nodes, today", 0.0213)
+        assert machine.pace_factor is None, "of a probe alone"
+        paced = merged(found, [], RunPace(1.25, 5e-5)).machine()
+        assert (paced["pace_factor"], paced["pace_pass_s"]) == (1.25, 5e-5)
         assert "# by hand" in text and "median error of the fit 0.0%" in text and "all-reduces" in text
 
     def test_noise_that_no_prediction_takes_is_cut_and_told(self) -> None:

@@ -1,0 +1,38 @@
+"""How much longer layers take in a run than alone: a machine's pace, which calibration fits to runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from gems.profile.model_profile import LayerProfile, ModelProfile
+
+FACT = "pace"  # of a profile, where its times have a pace
+
+
+@dataclass(frozen=True, slots=True)
+class RunPace:
+    """A pass of a layer takes `factor` times as long in a run as alone, and `pass_s` seconds of the host beside.
+
+    Forward, input gradient, weight gradient and recompute are a pass each.
+    """
+
+    factor: float = 1.0
+    pass_s: float = 0.0
+
+    def time_s(self, alone_s: float, passes: float = 1.0) -> float:
+        """Return the time in a run of what takes `alone_s` alone, in so many passes."""
+        return self.factor * alone_s + self.pass_s * passes
+
+    def of(self, profile: ModelProfile) -> ModelProfile:
+        """Return a profile of layers alone with the times of a run; one that has a pace as it is."""
+        if FACT in profile.facts:
+            return profile
+        layers = tuple(map(self._layer, profile.layers))
+        return replace(profile, layers=layers, facts={**profile.facts, FACT: asdict(self)})
+
+    def _layer(self, layer: LayerProfile) -> LayerProfile:
+        return replace(
+            layer, forward_s=self.time_s(layer.forward_s), input_grad_s=self.time_s(layer.input_grad_s),
+            weight_grad_s=self.time_s(layer.weight_grad_s), recompute_s=self.time_s(layer.recompute_s),
+            cheap_s=self.time_s(layer.cheap_s),
+        )  # fmt: skip
