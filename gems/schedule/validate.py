@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
@@ -12,6 +13,9 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
 _MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
+_F, _I = Kind.F, Kind.I
+_WHOLE, _SPLIT = (_F, Kind.B), (_F, _I, Kind.W)
+_MEMORY_KINDS = (Kind.R, *COPY_KINDS, *WAIT_KINDS)
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 _GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
@@ -94,29 +98,39 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_compute_is_whole(schedule: Schedule) -> None:
-    left = {action for row in schedule.rows for action in row if action.kind in _MADE_KINDS}
+    left: set[tuple[object, ...]] = {action for row in schedule.rows for action in row if action[0] in _MADE_KINDS}
     directions = schedule.directions()
+    kinds = _kinds if any(map(schedule.has_any, _MEMORY_KINDS)) else _compute_kinds
     for m in range(schedule.num_micro_batches):
         if m not in directions:
             raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
         for stage in range(schedule.num_stages):
             for segment in schedule.segments_of(stage):
-                for kind in _kinds(schedule, stage, m, directions[m], segment):
-                    expected = Action(kind, stage, m, directions[m], segment)
-                    if expected not in left:
+                for kind in kinds(schedule, stage, m, directions[m], segment):
+                    place = (kind, stage, m, directions[m], segment)
+                    if place not in left:
+                        expected = Action(*place)
                         raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
-                    left.discard(expected)
-    for action in sorted(left):
+                    left.discard(place)
+    for action in sorted(action for row in schedule.rows for action in row if action in left):
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
 
-def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None) -> list[Kind]:
-    """Return the actions that one stage (or segment) and micro-batch needs, judged by those in the list."""
+def _compute_kinds(
+    schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
+) -> Sequence[Kind]:
+    """Return the compute actions that one stage (or segment) and micro-batch needs, judged by those in the list."""
     if schedule.forward_only:
-        return [Kind.F]
-    kind = schedule.backward_kind(stage, micro_batch, direction)
-    found = [Kind.F, Kind.I, Kind.W] if kind is Kind.I else [Kind.F, Kind.B]
+        return (_F,)
+    return _SPLIT if schedule.backward_kind(stage, micro_batch, direction) is _I else _WHOLE
+
+
+def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None) -> Sequence[Kind]:
+    """Return the same with what moves or recomputes the activations."""
+    found = list(_compute_kinds(schedule, stage, micro_batch, direction, segment))
     place = (stage, micro_batch, direction, segment)
+    if schedule.forward_only:
+        return found
     if schedule.has(Kind.R, *place):
         return [*found, Kind.R]
     found += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
@@ -126,7 +140,7 @@ def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, seg
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    left = {action for row in schedule.rows for action in row if action.kind in _TRANSFER_KINDS}
+    left = {action for row in schedule.rows for action in row if action[0] in _TRANSFER_KINDS}
     for rank, action in schedule.actions() if schedule.has_transfers else ():
         for send, receive, there in transfers_after(action, schedule):
             if send not in left:
@@ -143,7 +157,7 @@ def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
     position = {action: i for i, action in enumerate(row)}
     nowhere = len(row)
     for i, action in enumerate(row):
-        if action.kind in RECV_KINDS:
+        if action[0] in RECV_KINDS:
             continue
         for need in dependencies(action, schedule):
             if position.get(need, nowhere) > i and schedule.rank_of(need) == rank:
@@ -153,7 +167,7 @@ def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
 def _check_forwards(rank: int, row: tuple[Action, ...]) -> None:
     last: dict[tuple[int, int, int | None], Action] = {}
     for action in row:
-        if action.kind is Kind.F:
+        if action[0] is _F:
             before = last.get(place := (action.direction, action.stage, action.segment))
             if before is not None and (before.micro_batch or 0) > (action.micro_batch or 0):
                 raise ScheduleError(rank, action, f"comes after {before}, a later micro-batch of its stage")
