@@ -259,13 +259,13 @@ def micro_batch_scripts(row: Iterable[Action]) -> dict[MicroBatchKey, Script]:
     return {key: tuple(script) for key, script in found.items()}
 
 
-def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
-    """Return the costs of the stages of a partition, in seconds and bytes.
+def stage_costs(spans: Spans, boundaries: Sequence[int], is_split: bool = False) -> StageCosts:
+    """Return the costs of the stages of a partition, in seconds and bytes; `is_split` says that backward is split.
 
     An input of a stage counts among its activations: it is held as long.
     """
     cuts = list(pairwise(boundaries))
-    stages = [spans.profile.layers[first:end] for first, end in cuts]
+    stages = [_as_run(spans.profile.layers[first:end], is_split) for first, end in cuts]
     given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
     forward, input_grad, weight_grad, recompute = (tuple(_sum(stage, name) for stage in stages) for name in _TIMES)
     return StageCosts(
@@ -283,16 +283,17 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
 
 
 def acting_stage_costs(
-    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float
-) -> StageCosts:
-    """Return the costs of stages, in seconds and bytes, with those of copying all that a stage saves to the host."""
+    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float,
+    is_split: bool,
+) -> StageCosts:  # fmt: skip
+    """Return what `stage_costs` does, with the copying of all that a stage saves to the host."""
     layers = profile_storages(profile)
     copied: list[SegmentCosts] = []
     for first, end in pairwise(boundaries):
         storages = layers.stage((Segment(first, end),), least_bytes)
-        copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s)
+        copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s, is_split)
     return replace(
-        stage_costs(layers.spans, boundaries),
+        stage_costs(layers.spans, boundaries, is_split),
         movable=tuple(each.moved for each in copied),
         copy=tuple(max(each.copy_out, each.copy_in) for each in copied),
     )
@@ -314,16 +315,18 @@ def segment_costs(
             if number > most.get(stage, -1):
                 scripts[stage], most[stage] = script, number
     rates = d2h_bytes_per_s, h2d_bytes_per_s
+    is_split = schedule.has_split_backward
     segments = tuple(
-        _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates)
+        _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates, is_split)
         for stage in range(schedule.num_stages)
     )
     copy = tuple(max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage)) for stage in segments)
-    return replace(stage_costs(profile_storages(profile).spans, plan.boundaries), copy=copy, segments=segments)
+    stages = stage_costs(profile_storages(profile).spans, plan.boundaries, is_split)
+    return replace(stages, copy=copy, segments=segments)
 
 
 def _segments(
-    storages: StageStorages, script: Script, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+    storages: StageStorages, script: Script, d2h_bytes_per_s: float, h2d_bytes_per_s: float, is_split: bool
 ) -> tuple[SegmentCosts, ...]:
     # bytes that a segment's forward and recompute newly save, and that its copies move
     saved: dict[tuple[Kind, int], int] = {}
@@ -335,7 +338,7 @@ def _segments(
     found = []
     for number, (first, end) in enumerate(storages.spans_of):
         profile = storages.layers.profile
-        layers, given = profile.layers[first:end], 0 if number else profile.given_bytes(first)
+        layers, given = _as_run(profile.layers[first:end], is_split), 0 if number else profile.given_bytes(first)
         forward_s, input_grad_s, weight_grad_s, recompute_s = (_sum(layers, name) for name in _TIMES)
         forward, again = saved.get((Kind.F, number), 0), saved.get((Kind.R, number))
         out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
@@ -354,6 +357,10 @@ def _segments(
             )
         )
     return tuple(found)
+
+
+def _as_run(layers: Sequence[LayerProfile], is_split: bool) -> Sequence[LayerProfile]:
+    return [layer.with_split_backward() for layer in layers] if is_split else layers
 
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:

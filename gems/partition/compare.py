@@ -33,7 +33,8 @@ class EvaluatedPartition:
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition on a network, in seconds."""
-    step = simulate(case.schedule, stage_costs(case.spans, partition.boundaries), network)
+    costs = stage_costs(case.spans, partition.boundaries, case.schedule.has_split_backward)
+    step = simulate(case.schedule, costs, network)
     return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
 
 

@@ -298,7 +298,8 @@ class Planner:
     def _stage_costs(self, one: Candidate, made: _Scheduled) -> StageCosts:
         if made.run.machine.kind != "real":  # no real layers: the machine's own costs
             return schedule_costs(made.run, made.compute.placement)
-        return stage_costs(self.model(one.micro_batch_size).spans, made.boundaries)
+        spans = self.model(one.micro_batch_size).spans
+        return stage_costs(spans, made.boundaries, made.compute.has_split_backward)
 
     def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
@@ -383,7 +384,7 @@ class Planner:
         if one.schedule == CAPPED:
             run, profile = self.run_of(one), self.model(one.micro_batch_size).profile
             found = search_schedule(run, profile)
-            run = replace(run, cost=profiled_costs(run, profile, found["boundaries"], found["unit_bytes"]))
+            run = replace(run, cost=profiled_costs(run, profile, found["boundaries"], unit_bytes=found["unit_bytes"]))
             yield _Scheduled(tuple(found["boundaries"]), run, found=from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])

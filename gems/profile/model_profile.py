@@ -117,6 +117,7 @@ class LayerProfile:
     weight_grad_s: float = _value(0.0, "weight gradient of one micro-batch")
     recompute_s: float = _value(0.0, "forward again, before backward")
     cheap_s: float = _value(0.0, "forward again without convolutions and matrix products")
+    split_s: float = _value(0.0, "more of a backward where its two gradients are computed apart")
     param_bytes: int = _value(0, "parameters")
     buffer_bytes: int = _value(0, "buffers, such as running statistics")
     stash_bytes: int = _value(0, "made and saved by the layer itself")
@@ -165,6 +166,10 @@ class LayerProfile:
     def time_s(self) -> float:
         """Forward and whole backward of one micro-batch, in seconds."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    def with_split_backward(self) -> LayerProfile:
+        """Return the layer as a schedule runs it that computes the input gradient first, which takes longer so."""
+        return replace(self, input_grad_s=self.input_grad_s + self.split_s, split_s=0.0) if self.split_s else self
 
 
 def _names(kind: str) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ class RunPace:
     def _layer(self, layer: LayerProfile) -> LayerProfile:
         return replace(
             layer, forward_s=self.time_s(layer.forward_s), input_grad_s=self.time_s(layer.input_grad_s),
-            weight_grad_s=self.time_s(layer.weight_grad_s), recompute_s=self.time_s(layer.recompute_s),
+            weight_grad_s=self.time_s(layer.weight_grad_s), split_s=self.time_s(layer.split_s, 0.0),
+            recompute_s=self.time_s(layer.recompute_s),
             cheap_s=self.time_s(layer.cheap_s),
         )  # fmt: skip

@@ -25,7 +25,7 @@ from gems.profile.pace import RunPace
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.targets import source_of
 
-PROFILER = 9  # another number for profilers that would give other figures
+PROFILER = 10  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"

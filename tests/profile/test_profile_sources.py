@@ -15,13 +15,13 @@ from gems.profile.profilers import measured
 from gems.profile.profilers.fake import Rates, Roofline, fake_profile, rates_of, roofline_times
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.layer_run import LayerCall
-from gems.profile.profilers.measured import MAX_RUNS, WARM_UP_RUNS, measured_profile, medians_s
+from gems.profile.profilers.measured import MAX_RUNS, WARM_UP_RUNS, measured_profile, measured_times, medians_s
 from gems.profile.spans import Spans
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 DATA = DataConfig(height_px=32, width_px=32)
 CPU = MachineConfig(device="cpu")
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s", "split_s")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,14 @@ class TestMeasured:
         monkeypatch.setattr(measured, "MIN_TIMED_S", 0.0)
         assert medians_s(lambda: (next(times),), 3) == (2.5,)
         assert not list(times)
+
+    def test_gradients_apart_take_longer_only_where_a_layer_can_be_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter(range(1, 10**6))
+        monkeypatch.setattr(measured, "_clock", lambda run: (run(), float(next(clock)))[1])
+        x = torch.randn(2, 3, 8, 8)
+        conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(3)
+        conv_times, norm_times = (measured_times(LayerCall(module, [x]), 1) for module in (conv, norm))
+        assert conv_times.split_s > 0 == norm_times.split_s
 
     def test_the_heap_of_a_processor_is_that_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[bool] = []

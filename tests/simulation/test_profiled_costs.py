@@ -20,6 +20,7 @@ LAYERS = tuple(
     for n, times in enumerate([(1.0, 1e-9, 5.0), (2.0, 3.0, 1.0), (1.0, 4.0, 0.5), (6.0, 1.0, 2.0)])
 )
 PROFILE = ModelProfile("made_up", 8, 8, 1, "float32", "cpu", "measured", LAYERS)
+SPLIT = replace(PROFILE, layers=tuple(replace(layer, split_s=0.25) for layer in LAYERS))
 
 
 @pytest.mark.parametrize("boundaries", [(0, 1, 4), (0, 3, 4), (0, 2, 4)])
@@ -29,4 +30,8 @@ def test_each_stage_has_its_layers_own_three_times(boundaries: tuple[int, ...]) 
     found, wanted = schedule_costs(run, linear(2)), stage_costs(Spans(PROFILE), boundaries)
     for name in ("forward", "input_grad", "weight_grad", "recompute"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name)), name
+    whole, apart = (stage_costs(Spans(SPLIT), boundaries, is_split) for is_split in (False, True))
+    assert whole == wanted, "a whole backward takes no more"
+    assert sum(apart.input_grad) == pytest.approx(sum(wanted.input_grad) + 1.0)
+    assert apart.weight_grad == wanted.weight_grad
     assert run_id(run) == run_id(replace(spec, cost=CostConfig("profile"))), "what is measured is in no identity"

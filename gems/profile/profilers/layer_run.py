@@ -101,6 +101,7 @@ class Times:
     weight_grad_s: float = 0.0
     recompute_s: float = 0.0
     cheap_s: float = 0.0
+    split_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The profile of this device: every distinct layer runs here, alone, and is timed; the medians count.
 
 Times are those of a forward, of a whole backward, and of a backward in which no parameter needs a gradient: the last
-is the input gradient's, and what the whole takes beyond it the weight gradient's. To recompute is to run forward
-again; a selective recompute is timed as the engine runs it. On a processor bytes are counted as for fake tensors; on a
+is the input gradient's, and what the whole takes beyond it the weight gradient's. Apart, as a split backward computes
+them, the two take longer: that is timed as the engine runs it, and so is a selective recompute. To recompute is to run
+forward again. On a processor bytes are counted as for fake tensors; on a
 GPU the allocator's own peaks are taken.
 """
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.recompute.recompute import Recomputation
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.split_backward.layers import SplitLayers
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer
@@ -82,18 +85,26 @@ def open_device(machine: MachineConfig) -> torch.device:
 
 
 def measured_times(call: LayerCall, repetitions: int) -> Times:
-    """Time a layer on its device: medians over `repetitions` or more, after runs that warm up."""
+    """Time a layer on its device: medians over `repetitions` or more, after runs that warm up.
+
+    What is subtracted is timed in turns, so that it saw the same machine.
+    """
     give_gradients(call.module)
     clock = _cuda_clock if call.device.type == "cuda" else _clock
+    layers = SplitLayers(nn.ModuleList([call.module]))
 
-    def both() -> tuple[float, float]:
-        return call.forward_and_backward(clock)
+    def backwards() -> tuple[float, float, float, float]:
+        """Time a forward, the whole backward, one without weight gradients, and both gradients apart."""
+        forward_s, backward_s = call.forward_and_backward(clock)
+        with call.without_weight_gradients():
+            _, input_grad_s = call.forward_and_backward(clock)
+        return forward_s, backward_s, input_grad_s, _apart_s(call, layers, clock)
 
-    forward_s, backward_s = medians_s(both, repetitions)
-    with call.without_weight_gradients():
-        input_grad_s = min(backward_s, medians_s(both, repetitions)[1])
+    forward_s, backward_s, input_grad_s, apart_s = medians_s(backwards, repetitions)
+    input_grad_s = min(backward_s, input_grad_s)
     (cheap_s,) = medians_s(lambda: (_cheap(call, clock),), repetitions)
-    return Times(forward_s, input_grad_s, backward_s - input_grad_s, forward_s, cheap_s)
+    split_s = max(0.0, apart_s - backward_s)
+    return Times(forward_s, input_grad_s, backward_s - input_grad_s, forward_s, cheap_s, split_s)
 
 
 def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
@@ -120,6 +131,21 @@ def _cuda_clock(run: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def _apart_s(call: LayerCall, layers: SplitLayers, clock: Clock) -> float:
+    """Return the seconds of the input gradient and then the weight gradients, as the engine runs a split backward.
+
+    Of a layer that cannot be split they are those of the whole backward: 0, so that nothing is added to it.
+    """
+    later = DeferredGradients()
+    with layers.defer_to(later):
+        run = Run(call)
+        end = run.take(run.forward())
+    input_s = clock(lambda: run.backward(end))
+    if next(later.tensors(), None) is None:
+        return 0.0
+    return input_s + clock(lambda: later.run(lambda: None))
 
 
 def _cheap(call: LayerCall, clock: Clock) -> float:
