@@ -15,7 +15,7 @@ from gems.planner.search.best_first import Found, TooLarge, TooSlow, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 
-NUM_BEST, BUDGET_S = 10, 12.0
+NUM_BEST, BUDGET_S = 10, 10.0
 # Of the budget, while nothing fits: when the search gives way to one for anything that fits, and that one to what would
 # make it fit.
 SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75

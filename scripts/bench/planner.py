@@ -6,7 +6,7 @@ Counts the seconds to an answer for ResNet-1001-v2 at 2048 x 2048 px on 8 and 64
 of a V100, V100, A100 and H200, links of 12.5 GB/s between and 100 GB/s within nodes, and 2 TB of host memory a node,
 all assumed. `--only small` runs every configuration of a small space on 4 emulated ranks, and compares the fastest with
 the plan's choice. Profiles are taken before, into the cache. Prints rows on stderr and JSON on stdout; the exit code is
-1 if an answer takes 60 s, or if the choice is 3 % slower than the best.
+1 if an answer takes 15 s of the processor, or if the choice is 3 % slower than the best.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGE = (
     "machine.link_bytes_per_s=12.5e9 machine.host_bytes=2TB"
 )
 IMAGES_PER_GPU = 2
-MAX_S, MAX_SLOWER = 60.0, 0.03
+MAX_S, MAX_SLOWER = 15.0, 0.03
 SMALL = (
     f"model=resnet20_v1 data=synthetic {square(64)} machine=emulated cost=profile machine.flops_per_s=4e9 "
     "train.steps=5 benchmark.skip_steps=1 parallel.partitions=4"
@@ -47,7 +47,7 @@ def _large(num_gpus: int, gpu: str, size_gb: int) -> dict[str, Any]:
     for size in PROFILED_SIZES:  # into the cache
         Planner(spec, None).model(size)
     row: dict[str, Any] = {"gpus": num_gpus, "machine": gpu, "device_gb": size_gb}
-    begin = time.perf_counter()
+    begin, processor_begin = time.perf_counter(), time.process_time()
     try:
         answer, _ = fastest(Planner(spec, spec.machine.device_bytes), [IMAGES_PER_GPU * num_gpus])
         first = answer["choices"][0]
@@ -56,7 +56,7 @@ def _large(num_gpus: int, gpu: str, size_gb: int) -> dict[str, Any]:
         row["peak_bytes"] = max(first["peak_bytes"])
     except DoesNotFitError as error:
         row["does_not_fit"] = str(error)
-    row["answer_s"] = time.perf_counter() - begin
+    row |= {"answer_s": time.perf_counter() - begin, "processor_s": time.process_time() - processor_begin}
     log(str(row))
     return row
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         answer["large"] = [_large(num_gpus, *gpu) for num_gpus, gpu in product(given.gpus, MACHINES)]
     if given.only != "large":
         answer["small"] = small()
-    is_slow = any(row["answer_s"] >= MAX_S for row in answer.get("large", ()))
+    is_slow = any(row["processor_s"] >= MAX_S for row in answer.get("large", ()))
     return answered(answer, is_slow or answer.get("small", {}).get("slower", 0.0) > MAX_SLOWER)
 
 
