@@ -11,6 +11,7 @@ import pytest
 
 import gems.errors
 import gems.partition.methods
+import gems.planner.infeasibility
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.compose import compose
@@ -21,7 +22,7 @@ from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
 
-ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "1")
+ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "2")
 
 
 @pytest.fixture
@@ -80,14 +81,16 @@ def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatc
     assert list(made.boundaries) == first["boundaries"]
 
 
-def test_what_does_not_fit_says_what_would(gems_: Gems) -> None:
+def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both questions are answered long before these limits; a busy machine may need more than the usual ones."""
+    monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
     said = gems_(*ASKED, "machine.device_bytes=2000")
     assert said.code == 3 and said.out == ""
     (line,) = said.err.strip().splitlines()
     assert "configurations on 4 GPUs needs" in line and "machine.device_bytes=2000" in line
     assert "devices of" in line and "GiB work (" in line
     needed = int(line.split(" needs ")[1].split()[0])
-    again = gems_(*ASKED, f"machine.device_bytes={needed}", "--json")
+    again = gems_(*ASKED[:-1], "3", f"machine.device_bytes={needed}", "--json")
     assert again.code == 0, again.err
 
 
