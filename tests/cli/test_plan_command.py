@@ -55,7 +55,7 @@ def test_the_table_says_how_far_it_looked(gems_: Gems) -> None:
     assert said.code == 0, said.err
     lines = said.out.splitlines()
     assert "4 GPUs" in lines[0] and "a prediction" in lines[0]
-    assert len(lines) == 14 and lines[2].split()[0] == "1" and "more" in lines[5]
+    assert len(lines) == 14 and lines[2].split()[0] == "1" and "more" in lines[11]
     assert "left out by bytes" in lines[-2] and "rates of machine=auto" in lines[-1]
 
 
