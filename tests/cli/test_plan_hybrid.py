@@ -174,9 +174,7 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     layers = random_profile(11, seed=5, decay=0.9).layers
     assert answer["steps"]["1"]["step_s"] == pytest.approx(4 * sum(layer.time_s for layer in layers))
     assert 1.0 < answer["speedups"]["2"]["value"] < 2.0
-    peaks = {ways: step["peak_bytes"] for ways, step in answer["steps"].items()}
-    limit = peaks["1"] - 1
-    assert peaks["4"] < limit
+    limit = answer["steps"]["1"]["peak_bytes"] - 1  # which a cut into four keeps, if not the fastest one
     held = answer_of(gems_, *run, f"machine.device_bytes={limit}")
     assert not held["steps"]["1"]["fits"] and held["steps"]["4"]["fits"]
     assert held["steps"]["1"]["step_s"] == answer["steps"]["1"]["step_s"]
