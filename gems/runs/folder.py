@@ -48,7 +48,7 @@ class RunFolder:
     path: Path
 
     run_yaml = _Entry("run.yaml")  # the resolved configuration that every rank reads
-    costs_json = _Entry("costs.json")  # of the run's profile, with cost=profile only
+    costs_json = _Entry("costs.json")  # of the run's profile, with cost=profile or a search over its stages
     schedule_json = _Entry("schedule.json")  # lowered and validated: the one list that every rank runs
     partition_json = _Entry("partition.json")  # where the model is cut
     profile_json = _Entry("profile.json")  # from which it was cut, if the cut needed one

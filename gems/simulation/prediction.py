@@ -141,12 +141,16 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     schedule, costs = outcome.schedule, outcome.costs
     network, _ = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)
     step, interval = _with_jitter(run, schedule, costs, network, None, outcome.simulation)
+    cap = activation_cap(run) if schedule.name == CAPPED else None
+    if cap is None:
+        bound = memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network)
+    else:
+        bound = float(search_schedule(run)["bound"])
     return Prediction(
-        run, schedule, costs, network, None, step,
+        run, schedule, costs, network, None if cap is None else cap * run.cost.activation_bytes, step,
         rank_times(schedule, costs, step, network),
         _memory_over_time(outcome.ranks, step),
-        memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
-        interval, 1.0, 1,
+        bound, interval, 1.0, 1,
     )  # fmt: skip
 
 
