@@ -24,6 +24,7 @@ COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
 LOST_MESSAGES = re.compile(r"^Exception: .*MPI|MPI_ERR")
+LOST_PEER = re.compile(r"Fatal error in \w+: Other MPI error")
 MPI_KEY = "cluster.mpi="
 CODE_CAUSES = {
     ConfigError.exit_code: FailureCause.CONFIGURATION, DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
@@ -91,7 +92,7 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
     cause = next((record for record in records if not is_consequence(record)), None)
     if cause is not None:
         return _from_record(cause)
-    death = _with_rank(output.deaths[0], beats) if output.deaths else None
+    death = _with_rank(_first_cause(output.deaths), beats) if output.deaths else None
     if death is not None and death.rank not in {record.get("rank") for record in records}:
         return _from_death(death, beats, ended)
     stall = read_or_empty(folder.stalled_json)
@@ -104,6 +105,14 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
     reason = output.cancel_reason or _error_line(ended) or last
     cause_class = classify_text(reason) or FailureCause.UNKNOWN
     return Failure(RankFailedError.exit_code, f"ended with {code}", reason, cause_class=cause_class)
+
+
+def _first_cause(deaths: Sequence[Death]) -> Death:
+    """Return the first death, or if MPI only ended that rank because a peer was gone, that of the rank killed."""
+    first = deaths[0]
+    if not LOST_PEER.search(first.reason or ""):
+        return first
+    return next((death for death in deaths if death.signal not in (None, signal.SIGTERM)), first)
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:

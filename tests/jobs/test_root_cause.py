@@ -71,6 +71,19 @@ def test_killed_rank_goes_before_those_that_missed_it(folder: RunFolder, write_f
     assert (failure.signal, failure.rank_pid, failure.exit_code) == (9, 333, 4)
 
 
+LOST = "0: Abort(69922959) on node 0 (rank 0 in comm 448): Fatal error in internal_Test: Other MPI error, error stack:"
+
+
+def test_killed_rank_goes_before_one_whose_mpi_lost_it(folder: RunFolder) -> None:
+    """MPI may end a rank whose peer is gone before SLURM tells of that peer; alone, it is all that is known."""
+    beat(folder, 0, 111, "n1", 7, "0REDUCE_GRAD")
+    beat(folder, 3, 333, "n2", 7, "0B2")
+    after = ("srun: error: n1: task 0: Exited with exit code 143", "srun: error: n1: task 1: Terminated")
+    failure = find_failure(folder, heard(LOST, KILLED_3, *after), ended(137))
+    assert failure.describe() == "rank 3 on node n2 was killed by signal 9 (SIGKILL) in step 7, action 0B2"
+    assert find_failure(folder, heard(LOST, *after), ended(137)).rank == 0
+
+
 def test_stalled_rank_is_named_when_the_others_were_cleaned_up(
     folder: RunFolder, write_failed: Callable[..., None]
 ) -> None:
