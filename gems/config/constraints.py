@@ -13,6 +13,7 @@ from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
 from gems.schedule import FAMILIES, PLACED
+from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
@@ -73,7 +74,7 @@ def check_stages(stages: Mapping[str, object]) -> None:
         ConfigError: they are not.
     """
     needed = ("forward", "input_grad", "weight_grad", "activation")
-    allowed = (*needed, "recompute", "copy", "movable", "held_for_weights", "boundary", "boundary_bytes")
+    allowed = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")
     lengths = {name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()}
     for name, values in stages.items():
         key = f"cost.stages.{name}"

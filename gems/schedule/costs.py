@@ -49,6 +49,11 @@ _FIELDS = {
 }  # fmt: skip
 
 
+# the fields of `StageCosts` that each stage has, by their unit; beside them there are bytes between stages
+STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy")
+STAGE_SIZES = ("activation", "movable", "held_for_weights", "boundary")
+
+
 @dataclass(frozen=True, slots=True)
 class StageCosts:
     """One micro-batch on each of S stages. Times are in any one unit, sizes in another; each tuple has S entries.
@@ -89,6 +94,12 @@ class StageCosts:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.forward)
+
+    def in_units(self, time: float, size: float) -> StageCosts:
+        """Return the same stages with times and sizes in larger units, given in the present ones."""
+        units = dict.fromkeys(STAGE_TIMES, time) | dict.fromkeys(STAGE_SIZES, size)
+        parts = {name: tuple(value / unit for value in getattr(self, name)) for name, unit in units.items()}
+        return replace(self, **parts)
 
     def in_segments(self, counts: Sequence[int]) -> StageCosts:
         """Return the same with each stage in so many equal segments."""

@@ -72,14 +72,7 @@ class ModelCosts:
 
     def at(self, boundaries: Boundaries) -> StageCosts:
         """Return the costs of the stages between boundaries, in units."""
-        costs, unit_s, unit_bytes = self._in_bytes(boundaries), self.unit_s, self.unit_bytes
-        times = {name: getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "recompute", "copy")}
-        sizes = {name: getattr(costs, name) for name in ("activation", "movable", "held_for_weights", "boundary")}
-        return replace(
-            costs,
-            **{name: tuple(time / unit_s for time in some) for name, some in times.items()},
-            **{name: tuple(size / unit_bytes for size in some) for name, some in sizes.items()},
-        )
+        return self._in_bytes(boundaries).in_units(self.unit_s, self.unit_bytes)
 
     def faster_cut(self, schedule: Schedule, network: Network, cap: float | None) -> Boundaries:
         """Return the cut with which the steps of a schedule are shortest among those near the cut of its placement.

@@ -13,14 +13,12 @@ from gems.partition.methods import partition_model
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
-from gems.schedule.costs import DepthCosts
+from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, DepthCosts
 from gems.schedule.formats.schedule_json import from_json
 from gems.simulation.build import compute_schedule, search_schedule
 from gems.simulation.model_costs import PROFILE
 
 MIN_S = 1e-9  # times are above 0
-_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy")
-_SIZES = ("activation", "movable", "held_for_weights", "boundary")
 
 
 def with_profiled_costs(spec: RunSpec) -> RunSpec:
@@ -69,9 +67,9 @@ def profiled_costs(
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
     stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates, is_split)
     cost = _costs(spec, profile, boundaries, list(stages.activation), unit_bytes)
-    by_name = {name: list(getattr(stages, name)) for name in (*_TIMES, "boundary_bytes")}
-    by_name |= {name: [size / cost.activation_bytes for size in getattr(stages, name)] for name in _SIZES}
-    return replace(cost, stages=by_name)
+    stages = stages.in_units(1.0, cost.activation_bytes)
+    names = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")
+    return replace(cost, stages={name: list(getattr(stages, name)) for name in names})
 
 
 def _costs(
