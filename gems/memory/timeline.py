@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
@@ -21,7 +21,7 @@ from gems.schedule.schedule import Schedule
 MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
 Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
 OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
-_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "split")
 # of a micro-batch on a stage that leaves the device whole
 _COPIED: Script = tuple((kind, 0) for kind in (Kind.F, Kind.OFFLOAD, Kind.FREE, Kind.PREFETCH, Kind.I, Kind.W))
 _BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
@@ -259,20 +259,17 @@ def micro_batch_scripts(row: Iterable[Action]) -> dict[MicroBatchKey, Script]:
     return {key: tuple(script) for key, script in found.items()}
 
 
-def stage_costs(spans: Spans, boundaries: Sequence[int], is_split: bool = False) -> StageCosts:
-    """Return the costs of the stages of a partition, in seconds and bytes; `is_split` says that backward is split.
+def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
+    """Return the costs of the stages of a partition, in seconds and bytes.
 
     An input of a stage counts among its activations: it is held as long.
     """
     cuts = list(pairwise(boundaries))
-    stages = [_as_run(spans.profile.layers[first:end], is_split) for first, end in cuts]
+    stages = [spans.profile.layers[first:end] for first, end in cuts]
     given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
-    forward, input_grad, weight_grad, recompute = (tuple(_sum(stage, name) for stage in stages) for name in _TIMES)
+    times: dict[str, Any] = {name: tuple(_sum(stage, f"{name}_s") for stage in stages) for name in _TIMES}
     return StageCosts(
-        forward,
-        input_grad,
-        weight_grad,
-        recompute=recompute,
+        **times,
         activation=tuple(float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)),
         held_for_weights=tuple(
             float(spans.held_for_weights[cut]) + more for cut, more in zip(cuts, given, strict=True)
@@ -283,17 +280,16 @@ def stage_costs(spans: Spans, boundaries: Sequence[int], is_split: bool = False)
 
 
 def acting_stage_costs(
-    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float,
-    is_split: bool,
-) -> StageCosts:  # fmt: skip
+    profile: ModelProfile, boundaries: Sequence[int], least_bytes: int, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+) -> StageCosts:
     """Return what `stage_costs` does, with the copying of all that a stage saves to the host."""
     layers = profile_storages(profile)
     copied: list[SegmentCosts] = []
     for first, end in pairwise(boundaries):
         storages = layers.stage((Segment(first, end),), least_bytes)
-        copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s, is_split)
+        copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s)
     return replace(
-        stage_costs(layers.spans, boundaries, is_split),
+        stage_costs(layers.spans, boundaries),
         movable=tuple(each.moved for each in copied),
         copy=tuple(max(each.copy_out, each.copy_in) for each in copied),
     )
@@ -315,18 +311,17 @@ def segment_costs(
             if number > most.get(stage, -1):
                 scripts[stage], most[stage] = script, number
     rates = d2h_bytes_per_s, h2d_bytes_per_s
-    is_split = schedule.has_split_backward
     segments = tuple(
-        _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates, is_split)
+        _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates)
         for stage in range(schedule.num_stages)
     )
     copy = tuple(max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage)) for stage in segments)
-    stages = stage_costs(profile_storages(profile).spans, plan.boundaries, is_split)
+    stages = stage_costs(profile_storages(profile).spans, plan.boundaries)
     return replace(stages, copy=copy, segments=segments)
 
 
 def _segments(
-    storages: StageStorages, script: Script, d2h_bytes_per_s: float, h2d_bytes_per_s: float, is_split: bool
+    storages: StageStorages, script: Script, d2h_bytes_per_s: float, h2d_bytes_per_s: float
 ) -> tuple[SegmentCosts, ...]:
     # bytes that a segment's forward and recompute newly save, and that its copies move
     saved: dict[tuple[Kind, int], int] = {}
@@ -338,17 +333,16 @@ def _segments(
     found = []
     for number, (first, end) in enumerate(storages.spans_of):
         profile = storages.layers.profile
-        layers, given = _as_run(profile.layers[first:end], is_split), 0 if number else profile.given_bytes(first)
-        forward_s, input_grad_s, weight_grad_s, recompute_s = (_sum(layers, name) for name in _TIMES)
+        layers, given = profile.layers[first:end], 0 if number else profile.given_bytes(first)
+        times = {name: _sum(layers, f"{name}_s") for name in _TIMES}
+        if storages.is_selective[number]:
+            times["recompute"] = _sum(layers, "cheap_s")
         forward, again = saved.get((Kind.F, number), 0), saved.get((Kind.R, number))
         out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         found.append(
             SegmentCosts(
-                forward_s,
-                input_grad_s,
-                weight_grad_s,
+                **times,
                 activation=float(forward + (again or 0) + given),
-                recompute=_sum(layers, "cheap_s") if storages.is_selective[number] else recompute_s,
                 held_for_weights=float(storages.held_for_weights_bytes(number) + given),
                 boundary=float((0 if again is None else forward) + given),
                 moved=float(out),
@@ -357,10 +351,6 @@ def _segments(
             )
         )
     return tuple(found)
-
-
-def _as_run(layers: Sequence[LayerProfile], is_split: bool) -> Sequence[LayerProfile]:
-    return [layer.with_split_backward() for layer in layers] if is_split else layers
 
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:

@@ -33,7 +33,7 @@ class EvaluatedPartition:
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition on a network, in seconds."""
-    costs = stage_costs(case.spans, partition.boundaries, case.schedule.has_split_backward)
+    costs = stage_costs(case.spans, partition.boundaries)
     step = simulate(case.schedule, costs, network)
     return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
 

@@ -126,7 +126,7 @@ class PartitionCase:
         if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
             return least
         per_byte = 1.0 / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
-        costs = stage_costs(self.spans, boundaries, self.schedule.has_split_backward)
+        costs = stage_costs(self.spans, boundaries)
         return simulate(self.schedule, costs, Network(per_byte=per_byte)).span
 
     @property

@@ -299,7 +299,7 @@ class Planner:
         if made.run.machine.kind != "real":  # no real layers: the machine's own costs
             return schedule_costs(made.run, made.compute.placement)
         spans = self.model(one.micro_batch_size).spans
-        return stage_costs(spans, made.boundaries, made.compute.has_split_backward)
+        return stage_costs(spans, made.boundaries)
 
     def _keeping(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         limit, least = self.limit_bytes or sys.maxsize, sys.maxsize

@@ -167,10 +167,6 @@ class LayerProfile:
         """Forward and whole backward of one micro-batch, in seconds."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
-    def with_split_backward(self) -> LayerProfile:
-        """Return the layer as a schedule runs it that computes the input gradient first, which takes longer so."""
-        return replace(self, input_grad_s=self.input_grad_s + self.split_s, split_s=0.0) if self.split_s else self
-
 
 def _names(kind: str) -> tuple[str, ...]:
     return tuple(each.name for each in fields(LayerProfile) if each.type == kind)

@@ -179,10 +179,9 @@ def predict_steps_s(plan: RunPlan) -> float | None:
         if plan.memory is not None:
             return steps * plan.memory.step_s
         if run.cost.name != PROFILE:
-            is_split = plan.schedule.has_split_backward
             # the cap was kept by the plan's costs, and has another unit by these
             free = replace(spec.schedule, activation_cap=None, activation_cap_bytes=None)
-            run = replace(spec, cost=profiled_costs(spec, profile, plan.boundaries, is_split), schedule=free)
+            run = replace(spec, cost=profiled_costs(spec, profile, plan.boundaries), schedule=free)
     return steps * simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
 
 

@@ -11,7 +11,7 @@ from math import ceil
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
-_B = Kind.B
+_B, _I = Kind.B, Kind.I
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class SegmentCosts:
     """One micro-batch on one segment of a stage, in the units of `StageCosts`.
 
     `activation` is what its forward keeps (or its second run, where it is recomputed), `boundary` what the first run of
-    a recomputed one keeps, `moved` what its copy to host memory carries, `copy_out` and `copy_in` the times of it.
+    a recomputed one keeps, `moved` what its copy to host memory carries, `copy_out` and `copy_in` the times of it,
+    `split` what the input gradient takes more where the weight gradient is computed apart.
     """
 
     forward: float
@@ -32,16 +33,19 @@ class SegmentCosts:
     moved: float = 0.0
     copy_out: float = 0.0
     copy_in: float = 0.0
+    split: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Return the time of an action on its rank or copy engine."""
         if kind is _B:
             return self.input_grad + self.weight_grad
+        if kind is _I:
+            return self.input_grad + self.split
         return float(getattr(self, _SEGMENT_FIELDS[kind])) if kind in _SEGMENT_FIELDS else 0.0
 
 
 _SEGMENT_FIELDS = {
-    Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.R: "recompute",
+    Kind.F: "forward", Kind.W: "weight_grad", Kind.R: "recompute",
     Kind.OFFLOAD: "copy_out", Kind.PREFETCH: "copy_in",
 }  # fmt: skip
 _FIELDS = {
@@ -50,7 +54,7 @@ _FIELDS = {
 
 
 # the fields of `StageCosts` that each stage has, by their unit; beside them there are bytes between stages
-STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy")
+STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy", "split")
 STAGE_SIZES = ("activation", "movable", "held_for_weights", "boundary")
 
 
@@ -60,9 +64,10 @@ class StageCosts:
 
     `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
     what stage s hands to stage s + 1 (and gets back as gradient), `movable` the part of `activation` that a copy to
-    host memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. `reduce` and
-    `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of
-    `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
+    host memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. A whole backward
+    takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` and `step` are
+    the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of `reduce` in
+    which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
     """
 
     forward: tuple[float, ...]
@@ -78,6 +83,7 @@ class StageCosts:
     reduce: tuple[float, ...] = ()
     reduce_link: tuple[float, ...] = ()
     step: tuple[float, ...] = ()
+    split: tuple[float, ...] = ()
     segments: tuple[tuple[SegmentCosts, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -85,7 +91,7 @@ class StageCosts:
         for name, default in (
             ("recompute", self.forward), ("copy", none), ("movable", self.activation),
             ("held_for_weights", self.activation), ("boundary", none), ("boundary_bytes", none), ("reduce", none),
-            ("reduce_link", none), ("step", none),
+            ("reduce_link", none), ("step", none), ("split", none),
         ):  # fmt: skip
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
@@ -94,6 +100,11 @@ class StageCosts:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.forward)
+
+    @property
+    def split_input_grad(self) -> tuple[float, ...]:
+        """Time of an input gradient whose weight gradient is computed apart, by stage."""
+        return tuple(map(sum, zip(self.input_grad, self.split, strict=True)))
 
     def in_units(self, time: float, size: float) -> StageCosts:
         """Return the same stages with times and sizes in larger units, given in the present ones."""
@@ -106,7 +117,7 @@ class StageCosts:
         return replace(self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts)))
 
     def _part(self, stage: int, count: int) -> SegmentCosts:
-        names = ("forward", "input_grad", "weight_grad", "activation", "recompute", "held_for_weights")
+        names = ("forward", "input_grad", "weight_grad", "activation", "recompute", "held_for_weights", "split")
         parts = {name: getattr(self, name)[stage] / count for name in names}
         copy = self.copy[stage] / count
         return SegmentCosts(**parts, moved=self.activation[stage] / count, copy_out=copy, copy_in=copy)
@@ -119,6 +130,8 @@ class StageCosts:
             return 0.0 if is_transfer else self.segments[stage][segment].time(kind)
         if kind is _B:
             return self.input_grad[stage] + self.weight_grad[stage]
+        if kind is _I:
+            return self.input_grad[stage] + self.split[stage]
         name = _FIELDS.get(kind)
         return 0.0 if name is None else float(getattr(self, name)[stage])
 

@@ -14,7 +14,9 @@ from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import BRINGING_KINDS, LEAVING_KINDS, Ledger
 from gems.schedule.schedule import Schedule
 
-_R, _STEP, _REDUCE_GRAD, _OFFLOAD, _PREFETCH = Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.PREFETCH
+_I, _R, _STEP, _REDUCE_GRAD, _OFFLOAD, _PREFETCH = (
+    Kind.I, Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.PREFETCH
+)  # fmt: skip
 _USEFUL_KINDS = COMPUTE_KINDS - {_R}
 Span = tuple[float, float]
 Posting = tuple[int, int, float]  # rank, place in its row, and time
@@ -69,7 +71,7 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """Useful compute over ranks x span; recomputation is not useful."""
+        """Useful compute over ranks x span; recomputation is not useful, nor what a backward takes more if split."""
         return sum(self.busy) / (len(self.busy) * self.span) if self.span else 1.0
 
 
@@ -98,6 +100,7 @@ class _Simulator:
         self.start: list[list[float]] = [[] for _ in ranks]
         self.end: list[list[float]] = [[] for _ in ranks]
         self.busy = [0.0] * schedule.num_ranks
+        self.splits_cost = any(costs.split)
         self.ledgers = [Ledger(schedule, costs, cap) for _ in ranks]
         self.engines: dict[tuple[int, Kind], float] = {}
         self.done: dict[Action, float] = {}
@@ -179,7 +182,8 @@ class _Simulator:
         self.end[rank].append(finish)
         if kind is not _STEP:
             if kind in _USEFUL_KINDS:
-                self.busy[rank] += time
+                is_longer = kind is _I and self.splits_cost
+                self.busy[rank] += time - self.costs.held("split", action) if is_longer else time
             self.finish(action, finish)
         return True
 

@@ -28,7 +28,7 @@ from gems.simulation.costs import activation_cap, depth_costs, network_in_second
 from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.utils.cache import cached
 
-SEARCH = 1  # another number for searches that would find other schedules
+SEARCH = 2  # another number for searches that would find other schedules
 MAX_CUTS = 2  # times that the model is cut again for the schedule that was found
 
 

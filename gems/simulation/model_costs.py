@@ -101,7 +101,7 @@ class ModelCosts:
         return machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
 
     def _in_bytes(self, boundaries: Boundaries) -> StageCosts:
-        return acting_stage_costs(self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates, True)
+        return acting_stage_costs(self.profile, boundaries, self._spec.memory.min_offload_bytes, *self._rates)
 
 
 def _one_micro_batch(placement: Placement) -> Schedule:

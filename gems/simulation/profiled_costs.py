@@ -14,7 +14,6 @@ from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, DepthCosts
-from gems.schedule.formats.schedule_json import from_json
 from gems.simulation.build import compute_schedule, search_schedule
 from gems.simulation.model_costs import PROFILE
 
@@ -26,8 +25,7 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
 
     This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of time is the second,
     that of activations what the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages of
-    its partition; a searched one those that it was found with, and activations in the unit of its cap. Where backward
-    is split, the input gradient takes what it takes more so.
+    its partition; a searched one those that it was found with, and activations in the unit of its cap.
 
     Raises:
         ConfigError: as `profile_of`, `partition_model` and `search_schedule`.
@@ -38,12 +36,10 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
     profile = profile_of(spec)
     if spec.schedule.name == CAPPED:
         found = search_schedule(spec)
-        is_split = from_json(found["schedule"]).has_split_backward
-        cost = profiled_costs(spec, profile, found["boundaries"], is_split, found["unit_bytes"])
-        return replace(spec, cost=cost)
+        return replace(spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"]))
     made = compute_schedule(replace(spec, cost=layer_costs(spec, profile)))
     boundaries = partition_model(spec, made).boundaries
-    return replace(spec, cost=profiled_costs(spec, profile, boundaries, made.has_split_backward))
+    return replace(spec, cost=profiled_costs(spec, profile, boundaries))
 
 
 def layer_costs(spec: RunSpec, profile: ModelProfile) -> CostConfig:
@@ -53,19 +49,12 @@ def layer_costs(spec: RunSpec, profile: ModelProfile) -> CostConfig:
 
 
 def profiled_costs(
-    spec: RunSpec,
-    profile: ModelProfile,
-    boundaries: Sequence[int],
-    is_split: bool = False,
-    unit_bytes: int | None = None,
+    spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], unit_bytes: int | None = None
 ) -> CostConfig:
-    """Return the costs of the stages between boundaries, where backward is split or not.
-
-    `unit_bytes` is the unit of activations, if it is given.
-    """
+    """Return the costs of the stages between boundaries; `unit_bytes` is the unit of activations, if it is given."""
     machine = spec.machine
     rates = machine.d2h_bytes_per_s, machine.h2d_bytes_per_s
-    stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates, is_split)
+    stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates)
     cost = _costs(spec, profile, boundaries, list(stages.activation), unit_bytes)
     stages = stages.in_units(1.0, cost.activation_bytes)
     names = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")

@@ -26,7 +26,7 @@ def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int
     """
     equal = uniform(schedule.num_ranks, schedule.num_stages)
     plain = _Filling(schedule, equal, most_held, 1.0).schedule()
-    if len({*costs.forward, *costs.input_grad, *costs.weight_grad}) == 1:
+    if len({*costs.forward, *costs.split_input_grad, *costs.weight_grad}) == 1:
         return plain
     eager = _Filling(schedule, costs, most_held, _SHARE)
     return eager.schedule() if eager.span() < simulate(plain, costs).span else plain
@@ -44,7 +44,7 @@ class _Filling:
         self.order, self.most_held, self.share = order, most_held, share
         self.num_stages = order.num_stages
         self.weight_times = costs.weight_grad
-        self.times = (*costs.forward, *reversed(costs.input_grad))
+        self.times = (*costs.forward, *reversed(costs.split_input_grad))
         self.ended: list[list[float | None]] = [[None] * order.num_micro_batches for _ in self.times]
         self.rows: list[list[Action]] = [[] for _ in ranks]
         self.todo = [deque(row) for row in order.rows]

@@ -19,6 +19,7 @@ from gems.schedule.synthesis.bound import rough_span, span_bound
 from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Act, Problem, least_room, problem
 from gems.schedule.synthesis.search import Search
 from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
+from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
 
 __all__ = ["Found", "capped", "least_cap"]
@@ -57,9 +58,10 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
 
     Templates are patterns (modulo scheduling), bettered by annealing and, if OR-tools is installed, by its solver;
-    a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps
-    that follows from `budget_s`, so the result is the same for the same request on any machine. Those of `rivals` that
-    keep the cap, with the same ranks and micro-batches, take part. The winner is validated.
+    a list scheduler makes finite steps of them, and the best of these are varied; where a split backward takes longer,
+    backwards become whole again where that is faster. All of it takes a number of steps that follows from `budget_s`,
+    so the result is the same for the same request on any machine. Those of `rivals` that keep the cap, with the same
+    ranks and micro-batches, take part. The winner is validated.
 
     Raises:
         ConfigError: a cap below the least one that any allowed placement can keep.
@@ -97,7 +99,10 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     shortest = min(_time_bound(request, one.placement, one.counts) for one in possible)
     search = Search(_affordable(request, possible, budget), allow, budget, request.seed, shortest)
     for plan in search.run()[:NUM_REPLAYED]:
-        best = faster(search.listed(plan).schedule(), plan.method)
+        listed = search.listed(plan).schedule()
+        best = faster(listed, plan.method)
+        whole = with_whole_backwards(listed, request.costs.of(listed.placement), request.network, cap)
+        best = faster(whole, plan.method) if whole.rows != listed.rows else best
         if best is not None and plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     if best is None:

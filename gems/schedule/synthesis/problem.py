@@ -110,7 +110,8 @@ def problem(
         ]
         for row in placement.ranks
     ]
-    values = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.recompute, *costs.copy}
+    input_grad = costs.split_input_grad
+    values = {*costs.forward, *input_grad, *costs.weight_grad, *costs.recompute, *costs.copy}
     ticks_per_unit = _ticks_per_unit(values.union(*flights))
 
     def ticks(times: Iterable[float]) -> tuple[int, ...]:
@@ -122,7 +123,7 @@ def problem(
     def sizes(amounts: Iterable[float]) -> tuple[int, ...]:
         return tuple(ceil(amount * SIZES_PER_UNIT - 0.5) for amount in amounts)
 
-    chain = ticks((*costs.forward, *costs.input_grad[::-1]))
+    chain = ticks((*costs.forward, *input_grad[::-1]))
     lags = tuple((0, *ticks(row), 0, *ticks(row[::-1])) for row in flights)
     weight_grad, recompute, copy = ticks(costs.weight_grad), ticks(costs.recompute), ticks(costs.copy)
     grain = _grain([*chain, *weight_grad, *(lag for row in lags for lag in row)])

@@ -1,0 +1,70 @@
+"""Whole backwards where they are faster: an input gradient that is computed apart from the weights' takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from math import inf
+
+from gems.errors import ScheduleError
+from gems.schedule.action import Action, Kind
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
+
+MAX_SIMULATED = 300_000  # actions that are simulated to choose
+
+
+class Joining(IntEnum):
+    """Which pairs of I and W of a stage become one B, at the place of I."""
+
+    NONE = 0
+    NEIGHBOURS = 1
+    ALL = 2
+
+
+def with_whole_backwards(schedule: Schedule, costs: StageCosts, network: Network, cap: float | None) -> Schedule:
+    """Return the schedule with I and W joined to B on the stages where its step is shorter so.
+
+    All stages are joined alike first, and then one after the other otherwise. What is held is never more: a weight
+    gradient only moves up.
+    """
+    if not any(costs.split) or not schedule.has_split_backward:
+        return schedule
+    stages = range(schedule.num_stages)
+    left = MAX_SIMULATED
+
+    def span_of(joinings: Sequence[Joining]) -> float:
+        nonlocal left
+        left -= sum(map(len, schedule.rows))
+        try:
+            return simulate(_joined(schedule, joinings), costs, network, cap).span
+        except ScheduleError:  # no room under the cap in this order
+            return inf
+
+    spans = {(one,) * len(stages): span_of((one,) * len(stages)) for one in Joining}
+    best = min(spans, key=spans.__getitem__)
+    for stage in stages:
+        for one in Joining:
+            tried = (*best[:stage], one, *best[stage + 1 :])
+            if tried not in spans and left > 0:
+                spans[tried] = span_of(tried)
+        best = min(spans, key=spans.__getitem__)
+    return _joined(schedule, best)
+
+
+def _joined(schedule: Schedule, joinings: Sequence[Joining]) -> Schedule:
+    return replace(schedule, rows=tuple(tuple(_joined_row(row, joinings)) for row in schedule.rows))
+
+
+def _joined_row(row: Sequence[Action], joinings: Sequence[Joining]) -> Iterator[Action]:
+    joined: set[Action] = set()
+    for action, following in zip(row, (*row[1:], None), strict=True):
+        how, weight_gradient = joinings[action.stage], action._replace(kind=Kind.W)
+        is_joined = how is Joining.ALL or (how is Joining.NEIGHBOURS and following == weight_gradient)
+        if action.kind is Kind.I and is_joined:
+            joined.add(weight_gradient)
+            yield action._replace(kind=Kind.B)
+        elif action not in joined:
+            yield action
