@@ -151,7 +151,7 @@ def _table(answer: dict[str, Any]) -> str:
     rows = []
     for row in entry["segments"]:
         times_s: list[float | None] = [None] * 4
-        if row["choice"] == Choice.OFFLOAD.value and row["out_s"] is not None:
+        if Choice(row["choice"]).is_copied and row["out_s"] is not None:
             exposed_s = row["exposed_s"]
             times_s = [row["out_s"], row["back_s"], max(0.0, row["copy_s"] - exposed_s), exposed_s]
         times_ms = [None if time_s is None else 1e3 * time_s for time_s in (*times_s, row["again_s"] or None)]

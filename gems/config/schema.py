@@ -256,6 +256,9 @@ class MemoryConfig:
     segments: int | None = number(
         None, "segments of a stage under memory=recompute; null: the root of its layers", min=1, max=MAX_LAYERS
     )
+    offload_inputs: bool = flag(
+        False, "let the inputs of segments that memory=recompute computes again leave for host memory until then"
+    )
     target_reduction: float | None = number(
         None, "share by which memory=plan must lower the peak of activations", above=0, max=1
     )

@@ -22,13 +22,17 @@ class Choice(StrEnum):
 
     `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back. `RECOMPUTE` keeps the
     segment's inputs only and runs its forward again; `SELECTIVE` also keeps what convolutions and matrix products gave,
-    so that only normalisation, activation and pooling are recomputed.
+    so that only normalisation, activation and pooling are recomputed. `OFFLOAD_INPUTS` recomputes too, and copies the
+    inputs to host memory and back before the second run: activation checkpointing with offloaded checkpoints, which
+    DeepSpeed calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage is given by
+    another one stays, so that its first segment is recomputed and nothing else.
     """
 
     KEEP = "keep"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
     SELECTIVE = "selective"
+    OFFLOAD_INPUTS = "offload_inputs"
 
     @classmethod
     def _missing_(cls, value: object) -> Choice | None:
@@ -37,17 +41,28 @@ class Choice(StrEnum):
     @property
     def is_recomputed(self) -> bool:
         """Whether the segment's forward is run a second time before its backward."""
-        return self in (Choice.RECOMPUTE, Choice.SELECTIVE)
+        return self in (Choice.RECOMPUTE, Choice.SELECTIVE, Choice.OFFLOAD_INPUTS)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what the segment's forward keeps leaves for host memory."""
+        return self in (Choice.OFFLOAD, Choice.OFFLOAD_INPUTS)
+
+    @property
+    def uncopied(self) -> Choice:
+        """The choice that is left of it where no copy takes anything."""
+        return {Choice.OFFLOAD: Choice.KEEP, Choice.OFFLOAD_INPUTS: Choice.RECOMPUTE}.get(self, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Neighbouring layers of a stage under one policy: `first` up to `end`, counted over the whole model.
 
-    Of an offloaded one, distances are counted in compute actions of the rank's list: `free_after` is how many may run
+    Of one that is copied, distances are counted in compute actions of the rank's list: `free_after` is how many may run
     between the posting of the copy out and the waiting for its end, after which the device memory is free (0: the
-    rank waits at once); `ahead` how many run between the posting of the copy back and the backward that needs it (0:
-    on demand). With `is_awaited` the rank waits for the end of the copy back after the action that was posted next.
+    rank waits at once); `ahead` how many run between the posting of the copy back and the backward that needs it, or
+    the recompute right before that backward (0: on demand). With `is_awaited` the rank waits for the end of the copy
+    back after the action that was posted next.
     """
 
     first: int
@@ -170,10 +185,10 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
 
     A schedule that has such actions already (`plan_of_schedule`) keeps them, and only gets the segments.
 
-    An offloaded segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
-    plan says so; one that is recomputed gets R before its backward. Copies that are posted at one place come back in
-    the order in which they are needed. Where a copy would have to come back before it has left, the segment is kept for
-    that micro-batch: so are the last ones before the turn.
+    A segment that is copied gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where
+    the plan says so; one that is recomputed gets R before its backward, and after its PREFETCH. Copies that are posted
+    at one place come back in the order in which they are needed. Where a copy would have to come back before it has
+    left, there is none for that micro-batch: so it is for the last ones before the turn.
     """
     if schedule.has_memory_actions:
         rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
@@ -193,8 +208,10 @@ def _with_memory(row: tuple[Action, ...], plan: MemoryPlan) -> Iterator[Action]:
     after: dict[int, list[Action]] = {}
     for index, action in enumerate(compute):
         segment = plan.segment(place_of(action))
-        if action.kind not in (Kind.B, Kind.I) or segment.choice is not Choice.OFFLOAD:
+        if action.kind not in (Kind.B, Kind.I) or not segment.choice.is_copied:
             continue
+        if segment.choice is Choice.OFFLOAD_INPUTS and not action.segment:
+            continue  # its inputs are the stage's
         made = index_of[action._replace(kind=Kind.F)]
         free = made + segment.free_after
         back = max(free + 1, index - segment.ahead)

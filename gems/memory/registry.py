@@ -83,7 +83,7 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     limit = case.limit_bytes
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
         return plan_of(memory, case)
-    plan, peaks = run_again(case, memory.segments), list[int]()
+    plan, peaks = run_again(case, memory.segments, memory.offload_inputs), list[int]()
     for rank, peak in enumerate(case.peak_bytes(plan)):
         if peak > limit:
             raise DoesNotFitError(
@@ -102,8 +102,8 @@ _PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
         memory.sync_mode, memory.ratio), {"needs_limit": True, "slow_ways": ()}),
     ("lms_limit", lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
      {"needs_limit": True, "slow_ways": ()}),
-    ("recompute", lambda memory, case: recompute(case, memory.recompute, memory.segments),
-     {"quick_ways": ("stage",), "slow_ways": ("selective", "segment")}),
+    ("recompute", lambda memory, case: recompute(case, memory.recompute, memory.segments,
+        memory.offload_inputs), {"quick_ways": ("stage",), "slow_ways": ("selective", "segment")}),
 )  # fmt: skip
 for _name, _make, _known in _PUBLISHED:
     memory_policy(_name, **_known)(_make)
@@ -121,7 +121,10 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     limited = replace(case, limit_bytes=limit)
     recomputing = (partial(recompute, how=how) for how in RECOMPUTES)
     makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
-    makers = (vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing)
+    makers = (
+        vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing,
+        partial(recompute, offload_inputs=True),
+    )  # fmt: skip
     rivals = []
     for make in makers:
         with suppress(DoesNotFitError):

@@ -34,7 +34,7 @@ class Residency:
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
-        self._offloaded = frozenset(offloaded)
+        self._offloaded = set(offloaded)
         self.states: dict[Key, StorageState] = {}
         self._saved_by: dict[int, dict[Key, None]] = {}
         self._moved: dict[int, list[Key]] = {}
@@ -110,9 +110,11 @@ class Residency:
     def prefetch(self, segment: int) -> list[Key]:
         """Return what is copied back for the backward of a segment: what it saved that is not on the device.
 
-        What has not left yet, because the shared copy is still running, stays.
+        What has not left yet, because the shared copy is still running, stays. So does what the segment saves from now
+        on, in a recompute.
         """
         back = []
+        self._offloaded.discard(segment)
         for key in self._saved_by.get(segment, ()):
             state = self.states[key]
             if state.on_device:

@@ -22,7 +22,7 @@ _PARTNER = {
     _SEND_F: _RECV_F, _RECV_F: _SEND_F, _SEND_B: _RECV_B, _RECV_B: _SEND_B,
 }  # fmt: skip
 _SAME = {
-    Kind.W: Kind.I, Kind.R: Kind.F, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
+    Kind.W: Kind.I, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
 }  # fmt: skip
 
 
@@ -63,6 +63,9 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
             return (own,)
         made_by = schedule.backward_kind(stage + 1, micro_batch, direction)
         return (own, _from_stage(action, stage + 1, made_by, _RECV_B, schedule))
+    if kind is _R:
+        is_back = schedule.has(_PREFETCH, stage, micro_batch, direction, segment)
+        return (_named(_PREFETCH if is_back else _F, stage, micro_batch, direction, segment),)
     if kind is _PREFETCH:
         is_waited_for = schedule.has(_FREE, stage, micro_batch, direction, segment)
         before = _FREE if is_waited_for else _OFFLOAD

@@ -25,12 +25,12 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
 
     Checked: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
     that holds it and in one direction, so that all activations are freed; what is recomputed or copied to host memory
-    comes back before its backward, and in one way only; the forwards of a stage keep the order of the micro-batches,
-    as statistics and random numbers do in one process; nothing runs before its data; each transfer has its partner and
-    each need its transfer; the gradients are reduced after the last backward and the step follows; peers reduce the
-    same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete only
-    against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default one
-    micro-batch on one of P equal parts).
+    comes back before its backward, and a segment that is both is copied back first; the forwards of a stage keep the
+    order of the micro-batches, as statistics and random numbers do in one process; nothing runs before its data; each
+    transfer has its partner and each need its transfer; the gradients are reduced after the last backward and the step
+    follows; peers reduce the same stages, once and at the same place of their lists; no rank waits for ever, with sends
+    that complete only against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`,
+    by default one micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
@@ -132,7 +132,9 @@ def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, seg
     if schedule.forward_only:
         return found
     if schedule.has(Kind.R, *place):
-        return [*found, Kind.R]
+        found.append(Kind.R)
+        if segment is None:  # a whole stage's inputs are those that it is given, which stay
+            return found
     found += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
     if any(schedule.has(copy, *place) for copy in (*COPY_KINDS, *WAIT_KINDS)):
         found += [Kind.OFFLOAD, Kind.PREFETCH]

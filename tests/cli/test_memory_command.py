@@ -65,6 +65,17 @@ def test_the_table_has_a_row_a_segment(gems_: Gems) -> None:
     assert "% of activations saved" in said.out
 
 
+def test_the_table_says_when_inputs_leave_and_that_they_are_run_through_again(gems_: Gems) -> None:
+    words = ("memory", *RUN, "memory=recompute", "memory.segments=3", "memory.offload_inputs=true")
+    (entry,) = json.loads(gems_(*words, "--json").out)["choices"]
+    moved = [row for row in entry["segments"] if row["moved_bytes"]]
+    assert moved and {row["choice"] for row in moved} == {"offload_inputs"} and max(entry["host_bytes"]) > 0
+    assert all(row["again_s"] > 0 and 0 < row["out_s"] < row["back_s"] for row in moved)
+    lines = [line for line in gems_(*words).out.splitlines() if " offload_inputs " in line]
+    times = [[f"{1e3 * row[name]:.3f}" for name in ("out_s", "back_s", "again_s")] for row in moved]
+    assert all(any(all(time in line for time in each) for line in lines) for each in times)
+
+
 def test_all_policies_side_by_side(gems_: Gems, tmp_path: Path) -> None:
     kept = json.loads(gems_("memory", *RUN, "memory=keep", "--json").out)["choices"][0]
     limit = int(0.8 * max(kept["peak_bytes"]))
@@ -147,6 +158,11 @@ def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
         (("memory=plan", "memory.target_reduction=1.5"), "memory.target_reduction", "at most 1"),
         (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
         (("memory=recompute", "memory.recompute=half"), "memory.recompute", "selective"),
+        (
+            ("memory=recompute", "memory.recompute=stage", "memory.offload_inputs=true"),
+            "memory.offload_inputs",
+            "memory.recompute=segment",
+        ),
         (("memory=vdnn_all", "machine=emulated"), "memory", "real"),
         (("memory=vdnn_all", "--picture", "x.gif"), "--picture", ".png"),
     ],

@@ -16,7 +16,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
 
-KEEP, OFFLOAD, RECOMPUTE, SELECTIVE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE
+KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, OFFLOAD_INPUTS = Choice
 SEED = 7
 BOUNDARY = (TensorSpec("x", (SIZE, WIDTH), torch.float32),)
 
@@ -25,6 +25,8 @@ PLANS: dict[str, tuple[Choice, ...]] = {
     "offload": (OFFLOAD,),
     "recompute": (RECOMPUTE,),
     "selective": (SELECTIVE,),
+    "offload inputs": (OFFLOAD_INPUTS,),
+    "inputs of some": (OFFLOAD_INPUTS, KEEP, OFFLOAD_INPUTS, OFFLOAD, OFFLOAD_INPUTS, RECOMPUTE),
     "mixed": (OFFLOAD, KEEP, RECOMPUTE, OFFLOAD, SELECTIVE, OFFLOAD, OFFLOAD),
     "other mix": (SELECTIVE, OFFLOAD, OFFLOAD, RECOMPUTE, KEEP),
 }

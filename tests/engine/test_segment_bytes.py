@@ -70,6 +70,8 @@ CHOICES = {
     "inputs of convolutions": [Choice.OFFLOAD, Choice.OFFLOAD, Choice.KEEP],
     "recompute": [Choice.RECOMPUTE],
     "selective": [Choice.SELECTIVE],
+    "offloaded inputs": [Choice.OFFLOAD_INPUTS],
+    "offloaded inputs beside others": [Choice.OFFLOAD_INPUTS, Choice.OFFLOAD, Choice.KEEP, Choice.RECOMPUTE],
     "all": list(Choice),
 }
 

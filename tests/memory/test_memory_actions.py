@@ -75,6 +75,21 @@ def test_a_segment_is_run_again_right_before_its_backward(choice: Choice) -> Non
     assert layer_by_layer(Segment(0, 1, choice), Segment(1, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0"
 
 
+def test_inputs_that_leave_are_back_for_the_second_run() -> None:
+    def three(**options: int | bool) -> str:
+        inputs = Segment(1, 2, Choice.OFFLOAD_INPUTS, **options)  # type: ignore[arg-type]
+        return layer_by_layer(Segment(0, 1), inputs, Segment(2, 3), Segment(3, 4))
+
+    plain = "0.0F0 0.1F0 0.1OFFLOAD0 0.2F0 0.1FREE0 0.3F0 0.3B0 0.1PREFETCH0 0.2B0 0.1R0 0.1B0 0.0B0"
+    assert three() == plain
+    assert three(ahead=0) == plain.replace("0.1PREFETCH0 0.2B0", "0.2B0 0.1PREFETCH0"), "on demand, before the R"
+    assert three(is_awaited=True) == plain.replace("0.2B0", "0.2B0 0.1AWAIT0")
+    recomputed = "0.0F0 0.1F0 0.2F0 0.3F0 0.3B0 0.2B0 0.1R0 0.1B0 0.0B0"
+    assert three(free_after=4) == recomputed, "what would come back before it has left stays"
+    first = Segment(0, 2, Choice.OFFLOAD_INPUTS)
+    assert layer_by_layer(first, Segment(2, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0", "the stage's own inputs stay"
+
+
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -31,6 +31,14 @@ def test_only_kept_neighbours_are_joined() -> None:
     assert both.joined() == both, "two that are run again are run one after the other"
 
 
+def test_what_is_recomputed_may_be_copied_too() -> None:
+    recomputed = {choice for choice in Choice if choice.is_recomputed}
+    assert recomputed == {Choice.RECOMPUTE, Choice.SELECTIVE, Choice.OFFLOAD_INPUTS}
+    assert {choice for choice in Choice if choice.is_copied} == {Choice.OFFLOAD, Choice.OFFLOAD_INPUTS}
+    assert [choice.uncopied for choice in (Choice.OFFLOAD, Choice.OFFLOAD_INPUTS)] == [Choice.KEEP, Choice.RECOMPUTE]
+    assert all(choice.uncopied is choice for choice in Choice if not choice.is_copied)
+
+
 def test_it_comes_back_from_its_document() -> None:
     document = json.loads(json.dumps(PLAN.to_json()))
     assert document["schema"] == SCHEMA

@@ -92,12 +92,10 @@ def test_the_bound_is_below_every_plan_that_fits(name: str, ranks: int, micro_ba
 
 
 def settled(outcome: PlanOutcome) -> list[Segment]:
-    """The segments of a chain's plan, with those kept that no copy takes."""
+    """The segments of a chain's plan, without the copies of those of which none takes anything."""
     moved = {action.segment for action in outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
     return [
-        Segment(each.first, each.end)
-        if each.choice is Choice.OFFLOAD and index not in moved
-        else Segment(each.first, each.end, each.choice)
+        Segment(each.first, each.end, each.choice if index in moved else each.choice.uncopied)
         for index, each in enumerate(outcome.plan.stages[0])
     ]
 
@@ -183,6 +181,20 @@ def test_what_fits_is_kept() -> None:
     assert found.outcome.step_s == case.kept.step_s
     assert found.gap == 0.0
     assert {segment.choice for segment in found.plan.stages[0]} == {Choice.KEEP}
+
+
+def test_inputs_leave_and_come_back_for_a_recompute_where_no_other_choice_is_as_fast() -> None:
+    """Too many micro-batches for their inputs to stay, and too slow a link for all that the layers save."""
+    case = case_of(network("bbbb"), "gpipe", 1, 4, rate=1e9)
+    others = tuple(choice for choice in Choice if choice is not Choice.OFFLOAD_INPUTS)
+    outcomes = [case.outcome(each) for each in every_plan(case, others)]
+    least, most = min(max(each.peak_bytes) for each in outcomes), max(case.kept.peak_bytes)
+    limit = int(least + 0.1 * (most - least))
+    fastest_s = min(each.step_s for each in outcomes if max(each.peak_bytes) <= limit)
+    found = plan(case, limit, 1.0)
+    assert max(found.outcome.peak_bytes) <= limit
+    assert any(each.choice is Choice.OFFLOAD_INPUTS for each in found.plan.stages[0])
+    assert found.bound_s <= found.outcome.step_s < fastest_s / 2
 
 
 def test_a_fast_link_hides_every_copy() -> None:

@@ -78,6 +78,20 @@ def test_segments_hold_far_less_than_the_chain() -> None:
     assert outcome.ranks[0].peak_activation_bytes <= stash * (2 * 5) / 25
 
 
+def test_inputs_that_leave_hold_less_of_many_micro_batches() -> None:
+    """For the same second runs, with copies beside them."""
+    case = case_of(network("c" * 16), "gpipe", 1, 6, rate=1e12)
+    plans = [recompute(case, offload_inputs=chosen) for chosen in (False, True)]
+    stay, leave = map(case.outcome, plans)
+    assert choices(leave.plan) == [[Choice.OFFLOAD_INPUTS] * 4]
+    assert leave.ranks[0].peak_activation_bytes < stay.ranks[0].peak_activation_bytes / 2
+    assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
+    assert recompute(case, "stage", offload_inputs=True) == recompute(case, "stage"), "what a stage is given stays"
+    fullest = max(leave.peak_bytes)
+    memory = MemoryConfig("recompute", offload_inputs=True)
+    assert plan_within(memory, replace(case, limit_bytes=fullest)) == plans[1] == plan_within(memory, case)
+
+
 def test_the_last_segment_is_kept_where_it_would_be_run_again_at_once() -> None:
     case = case_of(network("c" * 16))
     plan = recompute(case, "segment")

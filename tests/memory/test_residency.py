@@ -48,6 +48,19 @@ def test_what_has_left_and_is_saved_by_one_that_stays_is_held_again() -> None:
     assert holdings.prefetch(0) == [], "and has not to come back"
 
 
+def test_what_a_segment_saves_after_its_prefetch_stays() -> None:
+    """A recompute saves its inputs again, and what it makes, while they are read."""
+    holdings = Residency({0, 1})
+    holdings.save("input", 7, 1)
+    holdings.offload(1)
+    holdings.free(1)
+    assert holdings.prefetch(1) == ["input"]
+    assert not holdings.save("input", 7, 1) and holdings.save("made", 5, 1)
+    assert holdings.offload(0) == holdings.free(0) == holdings.free(1) == []
+    assert (holdings.device_bytes, holdings.host_bytes) == (12, 7)
+    assert holdings.done(1) == ["input", "made"] and holdings.device_bytes == holdings.host_bytes == 0
+
+
 def test_a_copy_already_made_frees_the_memory_with_the_new_last_saver() -> None:
     holdings = Residency({0, 1, 3})
     holdings.save("skip", 7, 0)

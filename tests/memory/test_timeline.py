@@ -92,7 +92,7 @@ def along(walked: RankTimeline, what: str) -> dict[str, int]:
     return {str(point.action): getattr(point, what) for point in walked.points}
 
 
-KEEP, OFFLOAD, RECOMPUTE, SELECTIVE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE
+KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, OFFLOAD_INPUTS = Choice
 
 
 def test_kept_by_hand() -> None:
@@ -129,6 +129,19 @@ def test_recomputed_by_hand() -> None:
     assert during["0.0F0"] - still == 90, "a forward that keeps nothing needs less"
     assert during["0.2F0"] - still == 50 + 50 + 90, "a's output is kept, b's is passed on"
     assert along(walked, "device_bytes")["0.1F0"] - still == 50 + 50
+
+
+def test_offloaded_inputs_by_hand() -> None:
+    """Of b its input of 50 leaves, and not that of c, which d saves too; a's is the stage's."""
+    walked = walked_of(OFFLOAD_INPUTS, OFFLOAD_INPUTS, OFFLOAD_INPUTS, KEEP)
+    held, host, moved = (along(walked, what) for what in ("activation_bytes", "host_bytes", "moved_bytes"))
+    assert {name: size for name, size in moved.items() if size} == {"0.1OFFLOAD0": 50, "0.1PREFETCH0": 50}
+    assert [held[f"0.{layer}F0"] for layer in range(4)] == [0, 50, 100, 50 + 50 + 100]
+    assert (held["0.1FREE0"], held["0.1PREFETCH0"]) == (50, 100)
+    assert [held[f"0.{layer}R0"] for layer in (2, 1, 0)] == [200, 150, 100]
+    assert held["0.0B0"] == host["0.1B0"] == 0 and host["0.1R0"] == 50
+    during = along(walked, "during_bytes")
+    assert during["0.1R0"] == along(walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP), "during_bytes")["0.1R0"]
 
 
 def test_cheap_by_hand() -> None:
@@ -247,7 +260,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
             ]
             away.update(later)
         if kind is Kind.PREFETCH:
-            away.difference_update(key for key in saved_by(segment))
+            away.difference_update(key for key in held if key[:3] == place and segment in held[key])
         if kind is Kind.B:
             for key in [key for key in held if key[:3] == place]:
                 held[key].discard(segment)
@@ -271,6 +284,14 @@ def test_costs_of_segments() -> None:
     assert (third.boundary, third.activation) == (50.0, 150.0), "b's output; what c makes is the rest"
     assert last.activation == 50.0 + 100.0
     assert costs.forward == (4.0,) and costs.boundary_bytes == (50.0,)
+
+
+def test_costs_of_a_segment_whose_inputs_leave() -> None:
+    plan = MemoryPlan("test", ((Segment(0, 1), Segment(1, 2, OFFLOAD_INPUTS), Segment(2, 3), Segment(3, 4)),))
+    schedule = lower(add_memory(generate("layer_parallel", 1, 1), plan))
+    one = segment_costs(CHAIN, plan, schedule, 10.0, 20.0).segments[0][1]
+    assert (one.boundary, one.activation, one.recompute) == (50.0, 150.0, 1.0)
+    assert (one.moved, one.copy_out, one.copy_in) == (50.0, 5.0, 2.5)
 
 
 def test_whole_stages_that_are_run_again_or_leave() -> None:

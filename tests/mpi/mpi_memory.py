@@ -59,6 +59,7 @@ POLICIES = {
     "lms_limit": MemoryConfig("lms_limit"),
     "recompute of stages": MemoryConfig("recompute", recompute="stage"),
     "recompute": MemoryConfig("recompute"),
+    "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
     "selective recomputation": MemoryConfig("recompute", recompute="selective"),
     "plan": MemoryConfig("plan", budget_s=0.5),
 }

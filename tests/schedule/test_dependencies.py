@@ -8,8 +8,9 @@ from gems.schedule import generate
 from gems.schedule.action import Action
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.lower import lower
-from gems.schedule.placement import Placement
+from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
+from tests.schedule.drawings import with_rows
 
 COMPUTE_ONLY = generate("gems_mast", 3, 2)
 LOWERED = lower(COMPUTE_ONLY)
@@ -56,6 +57,14 @@ def test_needs(action: str, compute_only: list[str], lowered: list[str]) -> None
 )
 def test_a_neighbour_on_the_same_rank_hands_over_without_a_message(action: str, expected: list[str]) -> None:
     assert needs(action, LOOPED) == expected
+
+
+def test_a_recompute_waits_for_its_inputs_and_a_backward_for_the_recompute() -> None:
+    rows = ["0.0F0 0.1F0 0.1OFFLOAD0 0.1FREE0 0.1PREFETCH0 0.1R0 0.1B0 0.0R0 0.0B0"]
+    schedule = with_rows(Schedule("inputs", 1, linear(1), ((),)), rows)
+    assert needs("0.1PREFETCH0", schedule) == ["0.1FREE0"]
+    assert needs("0.1R0", schedule) == ["0.1PREFETCH0"] and needs("0.0R0", schedule) == ["0.0F0"]
+    assert needs("0.1B0", schedule) == ["0.1R0"] and needs("0.0B0", schedule) == ["0.0R0", "0.1B0"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ ONE_WAY = lower(generate("1f1b", 3, 3))
 TWO_WAYS = lower(PLAIN)
 SPLIT = with_rows(Schedule("split", 2, linear(2), ((), ())), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"])
 MEMORY = with_rows(Schedule("memory", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"])
+INPUTS = with_rows(
+    Schedule("inputs", 1, linear(1), ((),)), ["0.0F0 0.1F0 0.1OFFLOAD0 0.1FREE0 0.1PREFETCH0 0.1R0 0.1B0 0.0B0"]
+)
 
 # what: (schedule, rank whose row is edited, old words, new words, rank and action in the error, its words)
 BROKEN = {
@@ -81,6 +84,9 @@ BROKEN = {
     "copied back behind the backward": (MEMORY, 0, "0PREFETCH0 0B0", "0B0 0PREFETCH0", 0, "0B0",
     "comes before 0PREFETCH0"),
     "copied and recomputed": (MEMORY, 0, "0R1", "0R1 0OFFLOAD1 0PREFETCH1", 0, "0OFFLOAD1", "has no place"),
+    "recomputed before its inputs are back": (INPUTS, 0, "0.1PREFETCH0 0.1R0", "0.1R0 0.1PREFETCH0", 0, "0.1R0",
+    "comes before 0.1PREFETCH0"),
+    "inputs never copied back": (INPUTS, 0, "0.1PREFETCH0", "", 0, "0.1PREFETCH0", "is missing"),
     "deadlock": (ONE_WAY, 0, "0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0",
     "0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0F2 0SEND_F2", 0, "0B0", "waits for 0RECV_B0, which never comes"),
     "deadlock, compute only": (generate("gpipe", 2, 2), 0, "0F1 0B0", "0B0 0F1", 0, "0B0",

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import Program, Terms
-from gems.memory.optimizer.stage import StageBlock
+from gems.memory.optimizer.stage import StageBlock, owner_of
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.storages import profile_storages
+from gems.memory.storages import Storage, profile_storages
 from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
@@ -71,8 +71,8 @@ class PlanModel:
         self.program.cost = Terms({self.span: 1.0})
         for block in self.blocks if copy_share else ():
             for option, at in block.at.items():
-                if option.choice is Choice.OFFLOAD:
-                    moved = sum(each.total_bytes for each in block.storages if option.first in each.savers[-1:])
+                moved = block.copied_bytes(option)
+                if moved:
                     nearness = (option.first - block.first) / (block.end - block.first)
                     copy_s = moved / self.case.d2h_bytes_per_s + moved / self.case.h2d_bytes_per_s
                     self.program.cost[at] = copy_share * (1.0 + nearness) * (copy_s * self.program.per_s)
@@ -249,19 +249,20 @@ class _WholeCopies:
 
     It is gone once the host has it whole, and there in full from the posting of the copy back. By the layer that needs
     them last, `_parts` are the bytes that leave together: how many, the variable of their leaving, the layer that makes
-    them, and whether an earlier layer saved them too: they leave with that one if this one is not offloaded.
+    them, whether an earlier layer saved them too (they leave with that one if this one is not offloaded), and the
+    storage if several layers see it. One that leaves as an input of a recomputed segment may do so at any time.
     """
 
     def __init__(self, program: Program, block: StageBlock) -> None:
-        self.program = program
+        self.program, self.block = program, block
         self._offloaded: dict[int, int] = {}
-        self._parts: dict[int, list[tuple[int, int, int, bool]]] = {}
+        self._parts: dict[int, list[tuple[int, int, int, bool, Storage | None]]] = {}
         for layer, options in block.covering.items():
             at = next(block.at[option] for option in options if option.choice is Choice.OFFLOAD)
             size = block.own_movable_bytes(layer)
-            self._offloaded[layer], self._parts[layer] = at, [(size, at, layer, False)] if size else []
+            self._offloaded[layer], self._parts[layer] = at, [(size, at, layer, False, None)] if size else []
         for each, moved in block.moved.items():
-            self._parts[each.owner].append((each.total_bytes, moved, each.maker, len(each.savers) > 1))
+            self._parts[owner_of(each)].append((each.total_bytes, moved, each.maker, len(each.savers) > 1, each))
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
         """Return the bytes on the device of what copies take of earlier layers, during an action of a layer.
@@ -272,19 +273,25 @@ class _WholeCopies:
         for saver, parts in self._parts.items():
             here = [part for part in parts if part[2] < layer and (is_forward or saver < layer)]
             is_there = program.variable(1.0, is_whole=True) if here else 0
-            for num_bytes, moved, _, is_of_several in here:
+            for num_bytes, moved, _, is_of_several, storage in here:
                 size, there = program.per_byte * num_bytes, program.variable(1.0)
+                takers = [] if storage is None else self.block.takers[storage]
+                taken = Terms((self.block.at[option], 1.0) for option in takers)
+                left = Terms({moved: 1.0})
+                if storage is not None and not is_forward:
+                    left -= self.block.returned(storage, layer)
                 # on the device as its segment is, if it leaves at all and with that segment
-                leaves = Terms({there: 1.0, moved: -1.0})
+                leaves = Terms({there: 1.0}) - left
                 program.row(leaves, high=0.0)
-                if is_forward and saver >= layer and not is_of_several:
+                is_early = is_forward and saver >= layer and all(option.end > saver for option in takers)
+                if is_early and not is_of_several:
                     program.row(leaves, low=0.0)
                 else:
                     bound = Terms({self._offloaded[saver]: 1.0} if is_of_several else {})
-                    program.row(Terms({there: 1.0, is_there: -1.0}) + bound, high=float(is_of_several))
-                    program.row(leaves + {is_there: -1.0} - bound, low=-1.0 - is_of_several)
+                    program.row(Terms({there: 1.0, is_there: -1.0}) + bound - taken, high=float(is_of_several))
+                    program.row(leaves + {is_there: -1.0} - bound + taken, low=-1.0 - is_of_several)
                 found[there] = size
-                away += {moved: size, there: -size}
+                away += leaves * -size
         for host in hosts:
             program.row(Terms({host: 1.0}) - away, low=0.0)
         return found

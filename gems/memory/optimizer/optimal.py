@@ -321,7 +321,7 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
             yield partial(_chosen, first=layer, end=layer + 1, choice=choice)
         for length in RUNS:
             if layer + length <= layers.stop:
-                for choice in (Choice.RECOMPUTE, Choice.SELECTIVE):
+                for choice in (Choice.RECOMPUTE, Choice.SELECTIVE, Choice.OFFLOAD_INPUTS):
                     yield partial(_chosen, first=layer, end=layer + length, choice=choice)
         for step in (1, 2, 3):
             yield partial(_swapped, layer=layer, other=layer + step)

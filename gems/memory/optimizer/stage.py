@@ -39,8 +39,12 @@ class StageBlock:
                 self.covering[layer].append(option)
         self.value_kept = {at: float(option.choice is Choice.KEEP) for option, at in self.at.items()}
         self._path()
+        # the recomputed segments whose inputs leave, by the storages that are among these
+        self.takers = {each: [option for option in self.at if _is_taken(each, option)] for each in self.shared}
         self.held = {each: self._held(each) for each in self.shared}
-        self.moved = {each: self._moved(each) for each in self.shared if each.savers}
+        self.moved = {each: self._moved(each) for each in self.shared if each.savers or self.takers[each]}
+        self._back = self._returned(owner_of)
+        self._extra = self._returned(lambda each: each.last_use)
         self._kept_earlier: dict[int, Terms] = {}
         self._brought: dict[tuple[int, Choice], dict[int, int]] = {}
         self._sums()
@@ -48,7 +52,8 @@ class StageBlock:
     def _options(self) -> Iterator[Segment]:
         """Yield the possible segments: kept and offloaded ones of a layer, others of several.
 
-        Of long stages only those up to some length, and the stage as a whole.
+        Of long stages only those up to some length, and the stage as a whole. The inputs of the first segment are the
+        stage's and do not leave.
         """
         first, end = self.first, self.end
         longest = max(2, MAX_OPTIONS // (2 * (end - first)))
@@ -59,6 +64,8 @@ class StageBlock:
                 ends.append(end)
             for stop in ends:
                 yield Segment(begin, stop, Choice.RECOMPUTE)
+                if any(each.is_movable and each.maker < begin <= each.last_use for each in self.shared):
+                    yield Segment(begin, stop, Choice.OFFLOAD_INPUTS)
                 if any(layer.cheap_s < layer.recompute_s for layer in self.profile.layers[begin:stop]):
                     yield Segment(begin, stop, Choice.SELECTIVE)
 
@@ -95,11 +102,24 @@ class StageBlock:
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
         """Return the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
-        return self.before(layer, self.moved_own, self.moved_made if is_forward else self.moved_done)
+        if is_forward:
+            return self.before(layer, self.moved_own, self.moved_made)
+        return self.before(layer, self.moved_own, self.moved_done) - self._back[layer]
 
     def worth_kept(self, terms: Terms) -> float:
         """Return the value of an expression if every layer is kept."""
         return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
+
+    def returned(self, each: Storage, layer: int) -> Terms:
+        """Return whether a storage has come back before a layer's backward for a recompute of later layers too."""
+        return self._any(option for option in self._last_takers(each) if option.end > layer)
+
+    def copied_bytes(self, option: Segment) -> int:
+        """Return the bytes that leave with an option's copy, if it is copied and nothing later needs them."""
+        if option.choice is Choice.OFFLOAD_INPUTS:
+            return sum(each.total_bytes for each in self.shared if _is_taken(each, option))
+        is_offloaded = option.choice is Choice.OFFLOAD
+        return sum(each.total_bytes for each in self.storages if is_offloaded and option.first in each.savers[-1:])
 
     def own_movable_bytes(self, layer: int) -> int:
         """Return what only a layer itself sees and saves and a copy takes."""
@@ -113,7 +133,7 @@ class StageBlock:
     def _earlier(self, layer: int) -> Terms:
         """Return what earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
-            found = self.before(layer, self.kept_own, self.kept_done)
+            found = self.before(layer, self.kept_own, self.kept_done) + self._extra[layer]
             for each in self.shared:
                 if each.maker < layer <= each.last_use and layer not in each.savers:
                     found[self._rest(each, layer)] = self.program.per_byte * each.total_bytes
@@ -168,13 +188,38 @@ class StageBlock:
         def needs(option: Segment) -> bool:
             if option.choice.is_recomputed:
                 is_product = option.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
-                return is_product or each.maker < option.first <= each.last_use
+                return is_product or (_is_input(each, option) and not _is_taken(each, option))
             return layer in each.savers and (option.choice is Choice.KEEP or not each.is_movable)
 
         return self._any(filter(needs, self.covering[layer]))
 
     def _taking(self, each: Storage, layer: int) -> Terms:
-        return self._offloaded(layer) if each.is_movable and layer in each.savers else Terms()
+        """Return the options over a layer that take a storage to the host, each at the last of its layers only."""
+        found = self._offloaded(layer) if each.is_movable and layer in each.savers else Terms()
+        ending = (option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use))
+        return found + self._any(option for option in ending if _is_taken(each, option))
+
+    def _last_takers(self, each: Storage) -> list[Segment]:
+        return [option for option in self.takers[each] if each.last_use < option.end]
+
+    def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, Terms]:
+        """Make for each layer the variable of the bytes that its backward finds back for a recompute, though not read.
+
+        They came for the recompute of a segment that ends with this layer or a later one. Of each storage that it takes
+        these are layers after `ends_at`, as far as nothing after the segment reads it.
+        """
+        found = {layer: Terms() for layer in range(self.first, self.end)}
+        for each in self.takers:
+            for option in self._last_takers(each):
+                for layer in range(ends_at(each) + 1, option.end):
+                    found[layer] += {self.at[option]: self.program.per_byte * each.total_bytes}
+        for layer, terms in found.items():
+            if terms:
+                variable = self.program.variable()
+                self.value_kept[variable] = 0.0
+                self.program.row(Terms({variable: 1.0}) - terms, low=0.0, high=0.0)
+                found[layer] = Terms({variable: 1.0})
+        return found
 
     def _rest(self, each: Storage, layer: int) -> int:
         """Make the variable of whether a storage that crosses a layer is there in its backward for earlier layers."""
@@ -185,8 +230,13 @@ class StageBlock:
         for saver in earlier:
             chosen = self._any(option for option in self.covering[saver] if option.choice in is_there)
             self.program.row(Terms({variable: 1.0}) - chosen, low=0.0)
-        recomputed = (option for option in self.covering[layer] if option.choice.is_recomputed)
-        taking = self._any(option for option in recomputed if each.maker < option.first <= each.last_use)
+        # where an input is that leaves with one segment and is read by a later one too is left open
+        recomputed = (
+            option
+            for option in self.covering[layer]
+            if option.choice.is_recomputed and not (_is_taken(each, option) and option.end <= each.last_use)
+        )
+        taking = self._any(option for option in recomputed if _is_input(each, option))
         self.program.row(Terms({variable: 1.0}) - taking, low=0.0)
         return variable
 
@@ -204,8 +254,12 @@ class StageBlock:
         self.kept_made = self._by(self.held, lambda each: each.maker)
         self.kept_done = self._by(self.held, lambda each: each.last_use)
         self.moved_made = self._by(self.moved, lambda each: each.maker)
-        self.moved_saved = self._by(self.moved, lambda each: each.savers[0])
-        self.moved_done = self._by(self.moved, lambda each: each.owner)
+        self.moved_saved = self._by(self.moved, self._may_leave_after)
+        self.moved_done = self._by(self.moved, owner_of)
+
+    def _may_leave_after(self, each: Storage) -> int:
+        """Return the first layer after which a storage may leave: one that saves it, or is given it to recompute."""
+        return min([*each.savers[:1], *(each.maker + 1,) * bool(self.takers[each])])
 
     def _by(self, variables: dict[Storage, int], layer_of: Callable[[Storage], int]) -> dict[int, int]:
         terms = {layer: Terms() for layer in range(self.first, self.end)}
@@ -247,6 +301,21 @@ class StageBlock:
                 found[before] = total
             self._brought[layer, option.choice] = found
         return found[option.first]
+
+
+def owner_of(each: Storage) -> int:
+    """Return the last layer that saves a storage, or the one that makes it if none does."""
+    return each.savers[-1] if each.savers else each.maker
+
+
+def _is_input(each: Storage, option: Segment) -> bool:
+    """Whether a segment is given a storage by an earlier one, for itself or those behind it."""
+    return each.maker < option.first <= each.last_use
+
+
+def _is_taken(each: Storage, option: Segment) -> bool:
+    """Whether a segment is given a storage that leaves with its inputs."""
+    return option.choice is Choice.OFFLOAD_INPUTS and each.is_movable and _is_input(each, option)
 
 
 def _stays(each: Storage, choice: Choice) -> bool:

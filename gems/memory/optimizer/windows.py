@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from gems.memory.case import PlanOutcome
-from gems.memory.plan import Choice, MemoryPlan, Place, Segment, place_of
+from gems.memory.plan import MemoryPlan, Place, Segment, place_of
 from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
@@ -37,7 +37,7 @@ def with_windows(
     was counted, that action gets less room.
     """
     tight = simulate(set_distances(plan, {}, {}))
-    has_copies = any(segment.choice is Choice.OFFLOAD for stage in plan.stages for segment in stage)
+    has_copies = any(segment.choice.is_copied for stage in plan.stages for segment in stage)
     if not has_copies or max(tight.peak_bytes) > limit_bytes:
         return tight
     best = tight
@@ -61,10 +61,10 @@ def with_windows(
 
 
 def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -> MemoryPlan:
-    """Return a plan with these distances for its offloaded segments: 0 if not given, as they are if None."""
+    """Return a plan with these distances for its copied segments: 0 if not given, as they are if None."""
 
     def change(place: Place, segment: Segment) -> Segment:
-        if segment.choice is not Choice.OFFLOAD:
+        if not segment.choice.is_copied:
             return segment
         return replace(
             segment,
@@ -203,7 +203,7 @@ def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widt
     queue: list[tuple[float, int, Place, bool]] = []
     for stage, segments in enumerate(plan.stages):
         for index, segment in enumerate(segments):
-            if segment.choice is Choice.OFFLOAD:
+            if segment.choice.is_copied:
                 queue += [(0.0, len(queue) + is_back, (stage, index), is_back) for is_back in (False, True)]
     while queue:
         _, order, place, is_back = heapq.heappop(queue)
@@ -234,20 +234,21 @@ def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widt
 def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> PlanOutcome:
     """Shorten the windows of a simulated plan to what its copies used, at the same step time.
 
-    The segments whose windows meet, so that no copy ever takes anything, become kept ones.
+    The segments whose windows meet, so that no copy ever takes anything, become kept or recomputed ones.
     """
     moved = {place_of(action) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD}
 
-    def kept_if_idle(place: Place, segment: Segment) -> Segment:
-        is_idle = segment.choice is Choice.OFFLOAD and place not in moved
-        return Segment(segment.first, segment.end) if is_idle else segment
+    def uncopied_if_idle(place: Place, segment: Segment) -> Segment:
+        if not segment.choice.is_copied or place in moved:
+            return segment
+        return Segment(segment.first, segment.end, segment.choice.uncopied)
 
     def if_as_good(outcome: PlanOutcome, plan: MemoryPlan) -> PlanOutcome:
         other = simulate(plan)
         fits = max(other.peak_bytes) <= max(limit_bytes, *outcome.peak_bytes)
         return other if fits and other.step_s <= outcome.step_s * (1 + 1e-9) else outcome
 
-    outcome = if_as_good(outcome, outcome.plan.changed(kept_if_idle))
+    outcome = if_as_good(outcome, outcome.plan.changed(uncopied_if_idle))
     ordered = if_as_good(outcome, set_distances(outcome.plan, None, _in_order(outcome)))
     free, ahead = _used(ordered)
     for widths in ((free, ahead), (free, None), (None, ahead)):

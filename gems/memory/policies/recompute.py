@@ -20,12 +20,15 @@ from gems.profile import LayerProfile
 POLICY = "recompute"
 
 
-def recompute(case: MemoryCase, how: str = "segment", segments: int | None = None) -> MemoryPlan:
+def recompute(
+    case: MemoryCase, how: str = "segment", segments: int | None = None, offload_inputs: bool = False
+) -> MemoryPlan:
     """Return the plan that recomputes whole stages, segments, or, "selective", all but products, by `how`.
 
     `segments` is their number in each stage, None for the root of its layers. Selective recomputation runs norms,
     activations and poolings again and keeps the results of convolutions and matrix products: each layer is a segment,
     and one that would free nothing is kept. With `segments` what layers pass to each other within one is freed too.
+    With `offload_inputs` what recomputed segments keep is on the host between, and back one action before it is read.
 
     Raises:
         ConfigError: no such way, or no such number of segments.
@@ -40,14 +43,14 @@ def recompute(case: MemoryCase, how: str = "segment", segments: int | None = Non
         layers = (index for index, layer in enumerate(case.profile.layers) if lets_go(layer))
         chosen = {index: Segment(index, index + 1, Choice.SELECTIVE) for index in layers}
         return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
-    plan = run_again(case, segments)
+    plan = run_again(case, segments, offload_inputs)
     plan = keep_last(case, plan, tuple(case.peak_bytes(plan)))
     if how == "segment":
         return plan
     return plan.changed(lambda _, each: replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each)
 
 
-def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
+def run_again(case: MemoryCase, segments: int | None = None, offload_inputs: bool = False) -> MemoryPlan:
     """Recompute every segment of a stage, split so that the largest segment is smallest."""
     spans = []
     for first, end in pairwise(case.boundaries):
@@ -55,7 +58,7 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
         root = isqrt(len(sizes) - 1) + 1  # rounded up
         ends = least_largest(sizes, min(segments or root, len(sizes)))
         spans.append([(first + low, first + high) for low, high in pairwise((0, *ends))])
-    return _plan(spans)
+    return _plan(spans, Choice.OFFLOAD_INPUTS if offload_inputs else Choice.RECOMPUTE)
 
 
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
@@ -113,5 +116,5 @@ def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     return (*ends, len(sizes))
 
 
-def _plan(spans: Sequence[Sequence[tuple[int, int]]]) -> MemoryPlan:
-    return MemoryPlan(POLICY, tuple(tuple(Segment(*span, Choice.RECOMPUTE) for span in stage) for stage in spans))
+def _plan(spans: Sequence[Sequence[tuple[int, int]]], choice: Choice = Choice.RECOMPUTE) -> MemoryPlan:
+    return MemoryPlan(POLICY, tuple(tuple(Segment(*span, choice) for span in stage) for stage in spans))
