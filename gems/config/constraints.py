@@ -62,9 +62,9 @@ def check_memory(spec: RunSpec) -> None:
         (machine.kind != "real", "memory", memory.name,
          f"needs a profile of real layers, and machine.kind={machine.kind} has none",
          "use memory=keep, or a machine of kind real"),
-        (memory.name == "recompute" and memory.offload_inputs and memory.recompute != "segment",
-         "memory.offload_inputs", "true", f"needs memory.recompute=segment, and it is {memory.recompute}",
-         "what a stage is given stays on the device, and so does what selected layers keep"),
+        (memory.name == "recompute" and memory.offload_inputs and memory.recompute == "selective",
+         "memory.offload_inputs", "true", "needs memory.recompute=segment or stage, and it is selective",
+         "what selected layers keep stays on the device"),
         (actions, "memory", memory.name, f"excludes schedule.memory_actions={list(actions)}",
          "let either the schedule's search or the policy choose what leaves the device"),
     ])  # fmt: skip

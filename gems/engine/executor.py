@@ -142,6 +142,8 @@ class Executor:
         run = segment.forward
         if isinstance(segment, StoredSegment) and self._has(Kind.R, action):
             run = segment.forward_for_recompute
+        if not action.segment and self.schedule.inputs_leave(*action[1:4]):
+            self.router.hand_over(inputs[0])
         self._begin_draws(action)
         start = self._recorder.timestamp()
         # popped: inside of a stage nothing but this call may hold the inputs

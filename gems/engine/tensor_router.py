@@ -85,6 +85,10 @@ class TensorRouter:
         if source is not None and tensors and source not in self._stays:
             self._release_tensors(source, tensors)
 
+    def hand_over(self, tensors: Sequence[Tensor]) -> None:
+        """Count received tensors no more, whose memory is another's from now on and no later receive's."""
+        self._channels.hand_over(tensors)
+
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Keep inputs of an action that weight gradients of its stage may still read."""
         if tensors and self._sources[action] not in self._stays:

@@ -70,7 +70,8 @@ class HeldCounts(NamedTuple):
 
     stashes: int = 0  # saved tensors, between forward and backward
     weights: int = 0  # what W needs, between I and W
-    inputs: int = 0  # from the posting of their receive to the end of the backward (of W if it is split)
+    # from the posting of their receive to the end of the backward (of W if it is split; of the forward if they leave)
+    inputs: int = 0
     gradients: int = 0  # received ones likewise, except the one that is used by the running backward
     outputs: int = 0  # given to a send that may not have left before the next action ends
     input_gradients: int = 0  # likewise
@@ -122,7 +123,8 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
         if is_compute:
             if is_at_end and has_next:
                 counts[direction, stage]["gradients"] += (kind is _I) - (kind is _W)
-            if (kind is _B or kind is _W) and not segment:
+            is_last_reader = kind is _F if schedule.inputs_leave(*action[1:4]) else kind is _B or kind is _W
+            if is_last_reader and not segment:
                 counts[direction, stage]["inputs"] -= stage > 0
             # what another stage of this rank receives without a message
             if kind is _F and is_at_end and (direction, stage + 1) in counts:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
+from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.memory/1"
@@ -25,7 +26,8 @@ class Choice(StrEnum):
     so that only normalisation, activation and pooling are recomputed. `OFFLOAD_INPUTS` recomputes too, and copies the
     inputs to host memory and back before the second run: activation checkpointing with offloaded checkpoints, which
     DeepSpeed calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage is given by
-    another one stays, so that its first segment is recomputed and nothing else.
+    another one leaves only if it came in a message and the stage is one segment; else the first segment is recomputed
+    and nothing else.
     """
 
     KEEP = "keep"
@@ -193,11 +195,22 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     if schedule.has_memory_actions:
         rows = tuple(tuple(action._replace(segment=0) for action in row) for row in schedule.rows)
     else:
-        rows = tuple(tuple(_with_memory(row, plan)) for row in schedule.rows)
+        rows = tuple(tuple(_with_memory(row, plan, schedule.placement)) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=(*schedule.passes, PASS))
 
 
-def _with_memory(row: tuple[Action, ...], plan: MemoryPlan) -> Iterator[Action]:
+def is_received(placement: Placement, direction: int, stage: int) -> bool:
+    """Whether a stage is given its inputs in a message. Others belong to another stage of the rank, or to the step."""
+    return stage > 0 and placement.rank_of(direction, stage - 1) != placement.rank_of(direction, stage)
+
+
+def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, place: Place) -> bool:
+    """Whether no other segment reads the inputs of one, as those behind the first of a stage may."""
+    stage, number = place
+    return number > 0 or (is_received(placement, direction, stage) and len(plan.stages[stage]) == 1)
+
+
+def _with_memory(row: tuple[Action, ...], plan: MemoryPlan, placement: Placement) -> Iterator[Action]:
     """Yield a rank's schedule in segments, and the actions before and after each."""
     compute: list[Action] = []
     for action in row:
@@ -210,8 +223,10 @@ def _with_memory(row: tuple[Action, ...], plan: MemoryPlan) -> Iterator[Action]:
         segment = plan.segment(place_of(action))
         if action.kind not in (Kind.B, Kind.I) or not segment.choice.is_copied:
             continue
-        if segment.choice is Choice.OFFLOAD_INPUTS and not action.segment:
-            continue  # its inputs are the stage's
+        if segment.choice is Choice.OFFLOAD_INPUTS and not _can_inputs_leave(
+            plan, placement, action.direction, place_of(action)
+        ):
+            continue
         made = index_of[action._replace(kind=Kind.F)]
         free = made + segment.free_after
         back = max(free + 1, index - segment.ahead)

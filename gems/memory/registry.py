@@ -14,7 +14,7 @@ from gems.config.schema import RECOMPUTES, MemoryConfig
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.optimal import plan, target_limit_bytes
-from gems.memory.plan import MemoryPlan
+from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.lms.distance import lms
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.recompute import keep_last, recompute, run_again
@@ -83,7 +83,8 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     limit = case.limit_bytes
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
         return plan_of(memory, case)
-    plan, peaks = run_again(case, memory.segments, memory.offload_inputs), list[int]()
+    choice = Choice.OFFLOAD_INPUTS if memory.offload_inputs else Choice.RECOMPUTE
+    plan, peaks = run_again(case, memory.segments, choice), list[int]()
     for rank, peak in enumerate(case.peak_bytes(plan)):
         if peak > limit:
             raise DoesNotFitError(
@@ -123,7 +124,7 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
     makers = (
         vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing,
-        partial(recompute, offload_inputs=True),
+        *(partial(recompute, how=how, offload_inputs=True) for how in ("stage", "segment")),
     )  # fmt: skip
     rivals = []
     for make in makers:

@@ -169,6 +169,11 @@ class StageStorages:
         self.takes: list[list[Group]] = [[] for _ in segments]
         self.hands: list[list[Group]] = [[] for _ in segments]
         self.weights_read: list[list[Group]] = [[] for _ in segments]
+        # what the stage is given, where that leaves: what its first layer's weight gradient reads, and the rest
+        given, first_layer = layers.profile.given_bytes(segments[0].first), layers.profile.layers[segments[0].first]
+        read = min(given, first_layer.held_input_bytes)
+        self.given = tuple(Group(-1, (0,), 0, given >= least_bytes, False, (0,) * is_read) for is_read in (True, False))
+        self.num_bytes |= dict(zip(self.given, (read, given - read), strict=True))
         # inputs of a segment that the weight gradients of its other layers than the first read
         self._inputs_further_on = [0 for _ in segments]
         groups: dict[Group, None] = {}

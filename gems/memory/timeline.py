@@ -146,6 +146,7 @@ class MicroBatch:
         self._freed = kinds[Kind.FREE]
         self._has_backward = bool(kinds[Kind.B] or kinds[Kind.I])
         self._residency = Residency(kinds[Kind.OFFLOAD])
+        self._given = storages.given if inputs_leave(script) else ()
         self._passing: dict[Group, None] = {}
         self._held_for_weights: dict[int, int] = {}
         self._used_up: dict[int, list[Group]] = {}
@@ -213,7 +214,7 @@ class MicroBatch:
     def _kept_for_recompute(self, segment: int) -> list[Group]:
         storages = self._storages
         products = [each for each in storages.makes[segment] if each.is_product and storages.is_selective[segment]]
-        return [*storages.takes[segment], *products]
+        return [*(() if segment else self._given), *storages.takes[segment], *products]
 
     def _save_recomputed(self, segment: int) -> None:
         """Save what a recompute makes again, though W of a later segment may still hold the first copy of it."""
@@ -234,13 +235,19 @@ class MicroBatch:
         during = self._device_bytes - as_bytes(spans.stash[span]) + as_bytes(peak[span])
         if kind is Kind.I:
             # of what is held for W, its inputs are storages that others may hold too
-            self._save(storages.weights_read[segment], ~segment)
+            given = [] if segment else [group for group in self._given if group.readers]
+            self._save([*given, *storages.weights_read[segment]], ~segment)
             self._held_for_weights[segment] = storages.held_for_weights_bytes(segment)
         self._residency.done(segment)
         self._used_up.pop(segment, None)
         if segment:
             self._gradient_bytes = storages.layers.profile.layers[span[0] - 1].output_grad_bytes
         return during
+
+
+def inputs_leave(script: Script) -> bool:
+    """Whether what a stage is given leaves; see `Schedule.inputs_leave`."""
+    return (Kind.R, 0) in script and (Kind.OFFLOAD, 0) in script
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -338,13 +345,14 @@ def _segments(
         if storages.is_selective[number]:
             times["recompute"] = _sum(layers, "cheap_s")
         forward, again = saved.get((Kind.F, number), 0), saved.get((Kind.R, number))
+        apart = 0 if inputs_leave(script) else given  # else they are saved
         out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
         found.append(
             SegmentCosts(
                 **times,
-                activation=float(forward + (again or 0) + given),
+                activation=float(forward + (again or 0) + apart),
                 held_for_weights=float(storages.held_for_weights_bytes(number) + given),
-                boundary=float((0 if again is None else forward) + given),
+                boundary=float((0 if again is None else forward) + apart),
                 moved=float(out),
                 copy_out=out / d2h_bytes_per_s,
                 copy_in=back / h2d_bytes_per_s,

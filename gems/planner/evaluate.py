@@ -231,7 +231,8 @@ class Planner:
         )  # fmt: skip
         if one.schedule == CAPPED:
             schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
-        memory = replace(spec.memory, name=one.memory, recompute=one.how or spec.memory.recompute)
+        how = one.how or spec.memory.recompute
+        memory = replace(spec.memory, name=one.memory, recompute=how, offload_inputs=False)  # not among the candidates
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)

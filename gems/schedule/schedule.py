@@ -66,6 +66,14 @@ class Schedule:
         """Whether any I, R or action of a copy of that kind is in the list."""
         return kind in self._marked
 
+    def inputs_leave(self, stage: int, micro_batch: int | None, direction: int) -> bool:
+        """Whether what a stage is given leaves for host memory between its forward and its recompute.
+
+        Then it counts among the activations from the end of the forward on, and no more as a message received.
+        """
+        place = stage, micro_batch, direction, self.first_segment(stage)
+        return self.has(Kind.R, *place) and self.has(Kind.OFFLOAD, *place)
+
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
         """Return the kind that makes the input gradient: I if the backward is split, otherwise B."""
         segment = None if self.num_segments[stage] is None else 0

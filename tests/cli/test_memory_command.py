@@ -159,7 +159,7 @@ def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
         (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
         (("memory=recompute", "memory.recompute=half"), "memory.recompute", "selective"),
         (
-            ("memory=recompute", "memory.recompute=stage", "memory.offload_inputs=true"),
+            ("memory=recompute", "memory.recompute=selective", "memory.offload_inputs=true"),
             "memory.offload_inputs",
             "memory.recompute=segment",
         ),

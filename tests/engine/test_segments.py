@@ -167,6 +167,31 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch(choice, least):
     assert seen[Kind.FREE] >= least and seen[Kind.PREFETCH] > 0
 
 
+@pytest.mark.parametrize(("family", "rank"), [("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleaved_1f1b", 1)])
+@pytest.mark.parametrize("network", ["in place", "norms and dropout", "views"])
+def test_what_a_stage_received_leaves_until_it_is_recomputed(family, rank, network):
+    compute, layers = generate(family, 3, 4), NETWORKS[network]
+    size = len(layers())
+    cut = plan_of([size] * compute.num_stages, (OFFLOAD_INPUTS,), size, free_after=0, ahead=0)
+    whole, ours = rig_of(compute, rank, layers, None), rig_of(compute, rank, layers, cut)
+    gone = []
+
+    def see(action):
+        if action.kind is Kind.FREE:
+            table = ours.segments.store._tables[action.direction, action.stage, action.micro_batch]
+            gone.extend((saved.num_bytes, saved.memory()) for saved in table.storages)
+
+    watch(ours, see)
+    for number in range(2):
+        assert step(whole, number) == step(ours, number)
+        assert_nothing_left(ours)
+    assert_same_bits(ours, whole)
+    assert gone and all(each == (SIZE * WIDTH * 4, None) for each in gone), "only the inputs are kept, and away"
+    counters = ours.segments.store.counters
+    assert counters.offloaded_bytes == counters.prefetched_bytes == sum(size for size, _ in gone)
+    assert counters.num_misses == 0
+
+
 def test_a_backward_frees_a_kept_segment_layer_by_layer():
     """The store counts a segment until its backward ends, and holds nothing that the graph has let go."""
     alive = []

@@ -90,6 +90,24 @@ def test_inputs_that_leave_are_back_for_the_second_run() -> None:
     assert layer_by_layer(first, Segment(2, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0", "the stage's own inputs stay"
 
 
+def test_inputs_of_a_stage_leave_if_they_came_in_a_message_for_one_segment() -> None:
+    def rows(family: str, *cuts: int) -> list[str]:
+        compute = generate(family, 2, 3)
+        spans = list(pairwise([0, *cuts]))
+        stages = tuple((Segment(*span, Choice.OFFLOAD_INPUTS),) for span in spans)
+        made = add_memory(compute, MemoryPlan("test", stages))
+        return [words(made, rank) for rank in range(2)]
+
+    first, second = rows("gpipe", 1, 2)
+    assert "OFFLOAD" not in first, "images"
+    assert second.startswith("1.0F0 1.0OFFLOAD0 1.0F1 1.0OFFLOAD1 1.0FREE0") and "1.0PREFETCH0 1.0F2" in second
+    both = " ".join(rows("zb_v", 1, 2, 3, 4))
+    assert "1.0OFFLOAD1" in both and "2.0OFFLOAD" not in both, "the rank made it itself"
+    parted = (Segment(1, 2, Choice.OFFLOAD_INPUTS), Segment(2, 3, Choice.OFFLOAD_INPUTS))
+    made = add_memory(generate("gpipe", 2, 3), MemoryPlan("test", ((Segment(0, 1),), parted)))
+    assert "1.1OFFLOAD0" in words(made, 1) and "1.0OFFLOAD" not in words(made, 1), "the second one may read it too"
+
+
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -20,7 +20,7 @@ from gems.memory.policies.recompute import recompute
 from gems.memory.policies.vdnn import vdnn_all
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
+from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
 DISTANCES = ((0, 0), (1, 1), (2, 2))
 PLAIN = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE)
@@ -268,3 +268,27 @@ def test_a_limit_below_the_largest_layer_is_refused_with_its_name() -> None:
     least = [case.outcome(replace(each, policy="x")) for each in (vdnn_all(case), recompute(case))]
     assert found.value.needed_bytes <= min(max(each.peak_bytes) for each in least)
     assert found.value.needed_bytes > found.value.limit_bytes
+
+
+def test_the_programme_knows_inputs_of_stages_that_leave() -> None:
+    """With the bytes of such a plan it takes it for no slower than it is; with inputs that stay nothing is as fast."""
+    case = replace(case_of(network("cbbb"), "gpipe", 2, 6, rate=1e8), boundaries=(0, 1, 4))
+
+    def of(choice: Choice) -> MemoryPlan:
+        return MemoryPlan("test", ((Segment(0, 1),), (Segment(1, 4, choice, 0, 0),)))
+
+    leaving, staying = case.outcome(of(Choice.OFFLOAD_INPUTS)), case.outcome(of(Choice.RECOMPUTE))
+    assert leaving.peak_bytes[1] == max(leaving.peak_bytes) == staying.peak_bytes[1] - 5 * 64 * MIB
+    assert leaving.host_bytes[1] == 6 * 64 * MIB
+    bounds_s = []
+    for choice in (Choice.OFFLOAD_INPUTS, Choice.RECOMPUTE):
+        model = PlanModel(case, max(leaving.peak_bytes), moves_all=False)
+        chosen = {(each.first, each.end, each.choice) for stage in of(choice).stages for each in stage}
+        for block in model.blocks:
+            for option, at in block.at.items():
+                value = float((option.first, option.end, option.choice) in chosen)
+                model.program.row({at: 1.0}, low=value, high=value)
+        found = model.solve(is_whole=True, node_limit=50)
+        assert found is not None
+        bounds_s.append(found[1])
+    assert bounds_s[0] <= leaving.step_s < bounds_s[1]

@@ -16,7 +16,7 @@ from gems.memory.registry import plan_within
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network
 from gems.schedule.validate import validate
-from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
+from tests.memory.policy_cases import MIB, SCHEDULES, case_of, network, random_network
 
 
 def choices(plan: MemoryPlan) -> list[list[Choice]]:
@@ -86,10 +86,18 @@ def test_inputs_that_leave_hold_less_of_many_micro_batches() -> None:
     assert choices(leave.plan) == [[Choice.OFFLOAD_INPUTS] * 4]
     assert leave.ranks[0].peak_activation_bytes < stay.ranks[0].peak_activation_bytes / 2
     assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
-    assert recompute(case, "stage", offload_inputs=True) == recompute(case, "stage"), "what a stage is given stays"
     fullest = max(leave.peak_bytes)
     memory = MemoryConfig("recompute", offload_inputs=True)
     assert plan_within(memory, replace(case, limit_bytes=fullest)) == plans[1] == plan_within(memory, case)
+
+
+def test_inputs_of_whole_stages_leave_too_where_they_are_received() -> None:
+    case = case_of(network("c" * 16), "gpipe", 4, 8, rate=1e12)
+    stay, leave = (case.outcome(recompute(case, "stage", offload_inputs=chosen)) for chosen in (False, True))
+    assert choices(leave.plan) == [[Choice.OFFLOAD_INPUTS]] * 4
+    assert leave.peak_bytes[0] == stay.peak_bytes[0] and leave.host_bytes[0] == 0, "the images of the step"
+    assert all(leave.peak_bytes[rank] < stay.peak_bytes[rank] - 4 * 64 * MIB for rank in (1, 2, 3))
+    assert leave.step_s == pytest.approx(stay.step_s, rel=0.01)
 
 
 def test_the_last_segment_is_kept_where_it_would_be_run_again_at_once() -> None:

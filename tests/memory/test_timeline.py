@@ -144,6 +144,28 @@ def test_offloaded_inputs_by_hand() -> None:
     assert during["0.1R0"] == along(walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP), "during_bytes")["0.1R0"]
 
 
+def test_the_inputs_of_a_stage_leave_after_its_forward() -> None:
+    """They are 50, and count as received up to its forward, then as saved; images stay."""
+    segments = [(Segment(0, 2, OFFLOAD_INPUTS),), (Segment(2, 3, OFFLOAD_INPUTS),), (Segment(3, 4),)]
+    plan = MemoryPlan("test", tuple(segments))
+    schedule = lower(add_memory(generate("gpipe", 3, 3), plan))
+    first, middle = (rank_timeline(CHAIN, plan, schedule, rank, SGD) for rank in (0, 1))
+    held, device, moved, host = (
+        along(middle, what) for what in ("activation_bytes", "device_bytes", "moved_bytes", "host_bytes")
+    )
+    assert held["1RECV_F0"] == 0 and held["1.0F0"] == 50
+    assert moved["1.0OFFLOAD0"] == moved["1.0PREFETCH0"] == host["1.0OFFLOAD0"] == 50
+    assert held["1.0FREE0"] == 50, "only that of the next one is there"
+    still = middle.points[-1].device_bytes
+    assert device["1RECV_F0"] == device["1.0F0"] == still + 50 and device["1.0FREE0"] == still + 50 + 50, (
+        "and its output"
+    )
+    assert held["1.0R0"] == held["1.0PREFETCH1"] + 100 and held["1.0B2"] == host["1.0B2"] == 0
+    assert middle.peak_host_bytes == 3 * 50 and not first.peak_host_bytes
+    costs = segment_costs(CHAIN, plan, schedule, 10.0, 10.0).segments[1][0]
+    assert (costs.boundary, costs.activation, costs.moved) == (50.0, 150.0, 50.0)
+
+
 def test_cheap_by_hand() -> None:
     held = along(walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP), "activation_bytes")
     assert [held[f"0.{layer}F0"] for layer in range(2)] == [60, 60 + 50 + 60], "products, and b's input"

@@ -59,6 +59,7 @@ POLICIES = {
     "lms_limit": MemoryConfig("lms_limit"),
     "recompute of stages": MemoryConfig("recompute", recompute="stage"),
     "recompute": MemoryConfig("recompute"),
+    "recompute of stages with offloaded inputs": MemoryConfig("recompute", recompute="stage", offload_inputs=True),
     "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
     "selective recomputation": MemoryConfig("recompute", recompute="selective"),
     "plan": MemoryConfig("plan", budget_s=0.5),
@@ -153,6 +154,26 @@ def test_bits_and_bytes(comm, network, schedule, policy):
         assert pipeline.segments is not None
         counters = pipeline.segments.store.counters
         assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("network", ["resnet", "unet"])
+def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, schedule):
+    """On a rank in the middle, of U-Net several tensors; the peak is where all but one micro-batch is away."""
+    part = sub_world(comm, 3)
+    if part is None:
+        return
+    memory = MemoryConfig("recompute", recompute="stage", offload_inputs=True)
+    spec = spec_of(network, schedule, memory, partitions=3)
+    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    wanted = played_keeping(spec, part)
+    pipeline, found = played(spec, part, made)
+    assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert made.memory is not None and pipeline.segments is not None
+    activations, host = pipeline.train.activations, pipeline.segments.store.on_host
+    ours = made.memory.ranks[pipeline.rank]
+    assert (activations.peak_bytes, host.peak_bytes) == (ours.peak_activation_bytes, ours.peak_host_bytes)
+    assert (host.peak_bytes > 0) == (pipeline.rank == 1) and activations.held_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["lms", "lms_limit"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -137,17 +137,20 @@ class SavedTensorTable:
     """The saved storages of a micro-batch in one stage and direction, by the memory that they are in.
 
     `segments` are those of the stage, of which those in `offloaded` have an OFFLOAD; `given` are the inputs of the
-    stage, which are counted elsewhere.
+    stage, which are counted elsewhere, unless it `takes_inputs`: then they are saved as what its forward makes is.
     """
 
-    def __init__(self, segments: Iterable[int], offloaded: Collection[int], given: Iterable[Tensor]) -> None:
+    def __init__(
+        self, segments: Iterable[int], offloaded: Collection[int], given: Sequence[Tensor], takes_inputs: bool = False
+    ) -> None:
         self.residency = Residency(offloaded)
         self.counted_bytes = 0  # of `residency.device_bytes`, in the rank's total
         self.open = set(segments)  # whose backward has not ended; `~segment` stands for weight gradients of one
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
         self.for_weights: set[SavedStorage] = set()  # that weight gradients will read
-        self._given = storage_addresses(given)
+        self.input_bytes = sum(tensor.nbytes for tensor in given) if takes_inputs else None
+        self._given = set() if takes_inputs else storage_addresses(given)
         self._storages: dict[Key, SavedStorage] = {}
         self._by_address: dict[int, SavedStorage] = {}
         self._outputs: dict[int, set[int]] = {}
@@ -194,6 +197,8 @@ class SavedTensorTable:
 
     def record_outputs(self, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
+        if self.input_bytes is not None:
+            return  # what of its inputs a stage passes on is sent, and counted there
         found = (self.find(tensor.untyped_storage()) for tensor in outputs)
         self._outputs[segment] = {saved.number for saved in found if saved is not None}
 

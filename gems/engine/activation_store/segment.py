@@ -266,7 +266,7 @@ class StoredSegment(Stage):
         key = self._key(micro_batch)
         if self._number == 0:
             self._store.begin(key, inputs)
-            self._inputs[micro_batch] = tuple(inputs)
+            self._inputs[micro_batch] = () if self._store.takes_inputs(key) else tuple(inputs)
         return key
 
     def _wanted(self, inputs: Sequence[Tensor]) -> tuple[bool, ...]:

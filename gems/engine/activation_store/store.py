@@ -39,7 +39,8 @@ class ActivationStore:
     """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the schedule says.
 
     The rules are those of `gems.memory.residency`: each storage is counted once and moved once in each direction,
-    however many tensors share it. Parameters, buffers and inputs of stages are never moved.
+    however many tensors share it. Parameters and buffers are never moved, inputs of stages only where the schedule
+    recomputes and offloads the stage as one.
     """
 
     def __init__(
@@ -78,9 +79,14 @@ class ActivationStore:
         direction, stage, micro_batch = key
         segments = self._schedule.segments_of(stage)
         offloaded = [s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)]
-        table = SavedTensorTable((s or 0 for s in segments), {s or 0 for s in offloaded}, inputs)
+        takes_inputs = self._schedule.inputs_leave(stage, micro_batch, direction)
+        table = SavedTensorTable((s or 0 for s in segments), {s or 0 for s in offloaded}, inputs, takes_inputs)
         with self._lock:
             self._tables[key] = table
+
+    def takes_inputs(self, key: MicroBatchKey) -> bool:
+        """Return whether the inputs of a micro-batch are kept here from its forward on, and nowhere else."""
+        return self._tables[key].input_bytes is not None
 
     def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
         """Keep in the store what autograd saves inside the block, for the backward of a segment."""
@@ -198,7 +204,7 @@ class ActivationStore:
         return self._tables[action.direction, action.stage, action.micro_batch], action.segment or 0
 
     def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
-        """Return whether a tensor is a strided view of memory on the device that is no parameter or stage input."""
+        """Return whether a tensor is a strided view of memory on the device, no parameter, and no input that stays."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         memory = tensor.untyped_storage()
@@ -213,9 +219,12 @@ class ActivationStore:
             return saved.save(tensor, table.residency.is_on_device(saved.number))
 
     def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
-        is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
-            self._convolutions is None or self._convolutions.is_running
-        )
+        if table.input_bytes is None:
+            is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
+                self._convolutions is None or self._convolutions.is_running
+            )
+        else:  # the inputs of a stage, of which the profile knows the sum
+            is_movable = table.input_bytes >= self._min_offload_bytes
         saved, is_new, is_held = table.save(tensor, segment, is_movable)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes

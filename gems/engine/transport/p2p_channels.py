@@ -107,8 +107,12 @@ class P2PChannels:
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Release received tensors that nothing reads any more."""
-        self._recorder.count_bytes(-sum(tensor.nbytes for tensor in tensors))
+        self.hand_over(tensors)
         self._staging.release(tensors)
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count received tensors no more; their memory is not received into again."""
+        self._recorder.count_bytes(-sum(tensor.nbytes for tensor in tensors))
 
     def num_gradients(self, stage: int) -> int:
         """Return how many tensors the gradient of a stage's output has."""

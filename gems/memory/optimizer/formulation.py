@@ -9,7 +9,7 @@ from itertools import pairwise
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import Program, Terms
 from gems.memory.optimizer.stage import StageBlock, owner_of
-from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.plan import Choice, MemoryPlan, Segment, is_received
 from gems.memory.storages import Storage, profile_storages
 from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, SEND_KINDS, Action, Kind
@@ -43,10 +43,12 @@ class PlanModel:
         layer_plan = MemoryPlan.by_layer("keep", case.boundaries, {})
         kept = replace(case, schedule=replace(case.schedule, rows=whole)).outcome(layer_plan)
         self.program = Program(max(limit_bytes, 1), max(kept.step_s, 1e-12))
-        self.blocks = [
-            StageBlock(self.program, case.profile, first, end, case.least_bytes)
-            for first, end in pairwise(case.boundaries)
-        ]
+        self.blocks = []
+        for stage, (first, end) in enumerate(pairwise(case.boundaries)):
+            directions = range(case.schedule.num_directions)
+            is_movable = any(is_received(case.schedule.placement, direction, stage) for direction in directions)
+            given_bytes = case.profile.given_bytes(first) if is_movable else 0
+            self.blocks.append(StageBlock(self.program, case.profile, first, end, case.least_bytes, given_bytes))
         self.copies = [_WholeCopies(self.program, block) for block in self.blocks if is_whole_copies]
         self.ended: dict[Action, int] = {}
         self.starts: list[tuple[Action, int, float]] = []

@@ -17,12 +17,16 @@ MAX_OPTIONS = 1200
 class StageBlock:
     """The variables of a stage: one per possible segment (`at`), and cumulative sums of bytes on the device and moved.
 
+    `given_bytes` are those of the stage's inputs if they may leave, which they do where all of it is recomputed as one.
     All expressions are bytes of one micro-batch, scaled by the MILP. `value_kept` has the values of variables if every
     layer is kept. `shared` are the storages that several layers see, `own` by layer those that no other layer sees.
     """
 
-    def __init__(self, program: Program, profile: ModelProfile, first: int, end: int, least_bytes: int) -> None:
+    def __init__(
+        self, program: Program, profile: ModelProfile, first: int, end: int, least_bytes: int, given_bytes: int = 0
+    ) -> None:
         self.program, self.profile, self.first, self.end = program, profile, first, end
+        self.given_bytes = given_bytes if given_bytes >= least_bytes else 0
         self.storages = profile_storages(profile).made(first, end, least_bytes)
         self.shared = tuple(each for each in self.storages if each.last_use > each.maker)
         self.own: dict[int, list[Storage]] = {layer: [] for layer in range(first, end)}
@@ -53,7 +57,7 @@ class StageBlock:
         """Yield the possible segments: kept and offloaded ones of a layer, others of several.
 
         Of long stages only those up to some length, and the stage as a whole. The inputs of the first segment are the
-        stage's and do not leave.
+        stage's.
         """
         first, end = self.first, self.end
         longest = max(2, MAX_OPTIONS // (2 * (end - first)))
@@ -64,8 +68,9 @@ class StageBlock:
                 ends.append(end)
             for stop in ends:
                 yield Segment(begin, stop, Choice.RECOMPUTE)
-                if any(each.is_movable and each.maker < begin <= each.last_use for each in self.shared):
-                    yield Segment(begin, stop, Choice.OFFLOAD_INPUTS)
+                option = Segment(begin, stop, Choice.OFFLOAD_INPUTS)
+                if any(_is_taken(each, option) for each in self.shared) or self._given_bytes(option):
+                    yield option
                 if any(layer.cheap_s < layer.recompute_s for layer in self.profile.layers[begin:stop]):
                     yield Segment(begin, stop, Choice.SELECTIVE)
 
@@ -97,13 +102,18 @@ class StageBlock:
         return found
 
     def forward_bytes(self, layer: int) -> Terms:
-        """Return what is on the device of earlier layers when the forward of a layer begins."""
-        return self.before(layer, self.kept_own, self.kept_made)
+        """Return what is on the device of earlier layers when the forward of a layer begins, or the stage has ended.
+
+        From then on inputs of the stage that leave are taken off, which count elsewhere as if they stayed.
+        """
+        found = self.before(layer, self.kept_own, self.kept_made)
+        return found - self._given_left() if layer == self.end else found
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
         """Return the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
         if is_forward:
-            return self.before(layer, self.moved_own, self.moved_made)
+            found = self.before(layer, self.moved_own, self.moved_made)
+            return found + self._given_left() if layer == self.end else found
         return self.before(layer, self.moved_own, self.moved_done) - self._back[layer]
 
     def worth_kept(self, terms: Terms) -> float:
@@ -117,13 +127,24 @@ class StageBlock:
     def copied_bytes(self, option: Segment) -> int:
         """Return the bytes that leave with an option's copy, if it is copied and nothing later needs them."""
         if option.choice is Choice.OFFLOAD_INPUTS:
-            return sum(each.total_bytes for each in self.shared if _is_taken(each, option))
+            taken = sum(each.total_bytes for each in self.shared if _is_taken(each, option))
+            return taken + self._given_bytes(option)
         is_offloaded = option.choice is Choice.OFFLOAD
         return sum(each.total_bytes for each in self.storages if is_offloaded and option.first in each.savers[-1:])
 
     def own_movable_bytes(self, layer: int) -> int:
         """Return what only a layer itself sees and saves and a copy takes."""
         return sum(each.total_bytes for each in self.own[layer] if each.savers and each.is_movable)
+
+    def _given_bytes(self, option: Segment) -> int:
+        """Return the bytes of the stage's inputs that leave with a segment."""
+        is_whole = (option.first, option.end) == (self.first, self.end)
+        return self.given_bytes if is_whole and option.choice is Choice.OFFLOAD_INPUTS else 0
+
+    def _given_left(self) -> Terms:
+        """Return the bytes of the stage's inputs that leave."""
+        sizes = ((at, self.program.per_byte * self._given_bytes(option)) for option, at in self.at.items())
+        return Terms((at, size) for at, size in sizes if size)
 
     def _recomputed_for(self, layer: int) -> list[tuple[Segment, int]]:
         """Return the options that are recomputed right before the backward of a layer, with their variables."""

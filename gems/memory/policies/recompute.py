@@ -37,20 +37,21 @@ def recompute(
         raise ConfigError("memory.recompute", how, one_of(RECOMPUTES))
     if segments is not None and segments < 1:
         raise ConfigError("memory.segments", segments, "must be at least 1")
+    choice = Choice.OFFLOAD_INPUTS if offload_inputs else Choice.RECOMPUTE
     if how == "stage":
-        return _plan([[(first, end)] for first, end in pairwise(case.boundaries)])
+        return _plan([[(first, end)] for first, end in pairwise(case.boundaries)], choice)
     if how == "selective" and segments is None:
         layers = (index for index, layer in enumerate(case.profile.layers) if lets_go(layer))
         chosen = {index: Segment(index, index + 1, Choice.SELECTIVE) for index in layers}
         return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
-    plan = run_again(case, segments, offload_inputs)
+    plan = run_again(case, segments, choice)
     plan = keep_last(case, plan, tuple(case.peak_bytes(plan)))
     if how == "segment":
         return plan
     return plan.changed(lambda _, each: replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each)
 
 
-def run_again(case: MemoryCase, segments: int | None = None, offload_inputs: bool = False) -> MemoryPlan:
+def run_again(case: MemoryCase, segments: int | None = None, choice: Choice = Choice.RECOMPUTE) -> MemoryPlan:
     """Recompute every segment of a stage, split so that the largest segment is smallest."""
     spans = []
     for first, end in pairwise(case.boundaries):
@@ -58,7 +59,7 @@ def run_again(case: MemoryCase, segments: int | None = None, offload_inputs: boo
         root = isqrt(len(sizes) - 1) + 1  # rounded up
         ends = least_largest(sizes, min(segments or root, len(sizes)))
         spans.append([(first + low, first + high) for low, high in pairwise((0, *ends))])
-    return _plan(spans, Choice.OFFLOAD_INPUTS if offload_inputs else Choice.RECOMPUTE)
+    return _plan(spans, choice)
 
 
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
@@ -116,5 +117,5 @@ def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     return (*ends, len(sizes))
 
 
-def _plan(spans: Sequence[Sequence[tuple[int, int]]], choice: Choice = Choice.RECOMPUTE) -> MemoryPlan:
+def _plan(spans: Sequence[Sequence[tuple[int, int]]], choice: Choice) -> MemoryPlan:
     return MemoryPlan(POLICY, tuple(tuple(Segment(*span, choice) for span in stage) for stage in spans))
