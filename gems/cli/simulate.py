@@ -47,6 +47,8 @@ def assumed(found: Prediction) -> str:
     ]
     links = "links without contention" if found.network.takes_time(found.costs.boundary_bytes) else "free links"
     noise = "; compute without noise" if run.machine.noise else ""
+    if schedule.num_strips > 1:
+        orders += f" of {schedule.num_strips} strips a micro-batch"
     return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}{noise}"
 
 
@@ -70,9 +72,10 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
         ("cap [units]", "none" if answer["cap"] is None else f"{answer['cap']:g}"),
         ("peak [units]", f"{max(answer['peak_units']):g}"),
     ]
+    strips = f" of {answer['strips']} strips" if answer["strips"] > 1 else ""
     title = (
         f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, "
-        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches: simulated, a prediction"
+        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches{strips}: simulated, a prediction"
     )
     return name_values(rows, title=title)
 

@@ -173,6 +173,7 @@ class ParallelConfig:
         None, "micro-batches of a pipeline's step; null: replications x parts", min=1, max=MAX_FORWARDS
     )
     micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
+    strips: int = number(1, "strips of rows in which a micro-batch runs, one after the other", min=1, max=2**12)
     boundaries: list[int] | None = number(
         None, "first layer of each stage and the number of layers, rising from 0; null: by partition="
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import CostConfig, RunSpec
+from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan, plan_of_schedule
 from gems.memory.registry import plan_of
@@ -90,6 +91,10 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
+    if spec.machine.kind == "real" and spec.parallel.strips > 1:
+        raise ConfigError(
+            "parallel.strips", spec.parallel.strips, "must be 1 for a run that trains", "simulate or emulate it"
+        )
     run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
     check_batch(spec)

@@ -31,11 +31,12 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
     A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs every backward
     of its own rank, which precedes it in the list, so only those of other ranks would be named: there are none.
-    Segments of a stage run one after the other, forward from its first and backward from its last.
+    Segments of a stage run one after the other, forward from its first and backward from its last; so do the strips
+    of a micro-batch on each stage.
     """
     found = schedule.needs.get(action)
     if found is None:
-        found = schedule.needs[action] = _find(action, schedule)
+        found = schedule.needs[action] = (*_find(action, schedule), *_carry(action, schedule))
     return found
 
 
@@ -79,6 +80,20 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return (_named(_SEND_F, stage - 1, micro_batch, direction),)
     if kind is _RECV_B:
         return (_named(_SEND_B, stage + 1, micro_batch, direction),)
+    return ()
+
+
+def _carry(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """Return the neighbouring strip that leaves rows to this one, or the gradient of those that it has left."""
+    kind, stage, micro_batch, direction, segment = action
+    num_strips = schedule.num_strips
+    if num_strips == 1 or micro_batch is None:
+        return ()
+    if kind is _F and micro_batch % num_strips:
+        return (_named(_F, stage, micro_batch - 1, direction, segment),)
+    if (kind is _B or kind is _I) and (micro_batch + 1) % num_strips:
+        made_by = schedule.backward_kind(stage, micro_batch + 1, direction)
+        return (_named(made_by, stage, micro_batch + 1, direction, segment),)
     return ()
 
 

@@ -29,8 +29,8 @@ class Request:
 
     `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P equal parts of the
     model. The rest is for generators that search: `seed` and `budget_s` bound their search, `allow` names the memory
-    actions that they may use ("recompute", "offload"), `max_stages` is the most stages of the model, if known, and
-    `num_stages` their number, if the model's cut is given.
+    actions that they may use ("recompute", "offload"), `max_stages` is the most stages of the model, if known,
+    `num_stages` their number, if the model's cut is given, and `num_strips` the strips of each micro-batch.
     """
 
     num_ranks: int
@@ -46,6 +46,7 @@ class Request:
     budget_s: float = 5.0
     max_stages: int | None = None
     num_stages: int | None = None
+    num_strips: int = 1
 
     def allows(self, num_stages: int) -> bool:
         """Return whether the model can have so many stages."""

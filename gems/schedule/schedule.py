@@ -19,6 +19,7 @@ class Schedule:
     """The program of one step: what each rank does, in order.
 
     `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
+    With `num_strips` above 1, so many that follow each other are the strips of one (`gems.schedule.strips`).
     `passes` names what has been done to the compute-only list that a generator made. `num_segments` are those of each
     stage (None if it runs whole). With `has_transfers` data of other ranks comes only through transfers in the list.
     `needs` caches the answers of `gems.schedule.dependencies`.
@@ -30,6 +31,7 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     passes: tuple[str, ...] = ()
     forward_only: bool = False
+    num_strips: int = 1
     num_stages: int = field(init=False, repr=False, compare=False)
     num_segments: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     has_transfers: bool = field(init=False, repr=False, compare=False)
@@ -141,4 +143,5 @@ class Schedule:
     def digest(self) -> str:
         """Return the SHA-256 of the text of all rows, which ranks compare before the first step."""
         text = "\n".join(" ".join(map(str, row)) for row in self.rows)
+        text += f"\nstrips {self.num_strips}" if self.num_strips > 1 else ""
         return hashlib.sha256(text.encode()).hexdigest()

@@ -24,13 +24,14 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
     """Check a compute-only or lowered schedule and return it.
 
     Checked: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
-    that holds it and in one direction, so that all activations are freed; what is recomputed or copied to host memory
-    comes back before its backward, and a segment that is both is copied back first; the forwards of a stage keep the
-    order of the micro-batches, as statistics and random numbers do in one process; nothing runs before its data; each
-    transfer has its partner and each need its transfer; the gradients are reduced after the last backward and the step
-    follows; peers reduce the same stages, once and at the same place of their lists; no rank waits for ever, with sends
-    that complete only against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`,
-    by default one micro-batch on one of P equal parts).
+    that holds it and in one direction (with all strips of its micro-batch), so that all activations are freed; what is
+    recomputed or copied to host memory comes back before its backward, and a segment that is both is copied back first;
+    the forwards of a stage keep the order of the micro-batches, as statistics and random numbers do in one process, and
+    its backwards that of strips from the last to the first; nothing runs before its data; each transfer has its partner
+    and each need its transfer; the gradients are reduced after the last backward and the step follows; peers reduce the
+    same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete only
+    against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default one
+    micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
@@ -100,10 +101,16 @@ def _check_places(schedule: Schedule) -> None:
 def _check_compute_is_whole(schedule: Schedule) -> None:
     left: set[tuple[object, ...]] = {action for row in schedule.rows for action in row if action[0] in _MADE_KINDS}
     directions = schedule.directions()
+    if schedule.num_micro_batches % schedule.num_strips:
+        fault = f"{schedule.num_micro_batches} strips are no whole micro-batches of {schedule.num_strips}"
+        raise ScheduleError(0, "none", fault)
     kinds = _kinds if any(map(schedule.has_any, _MEMORY_KINDS)) else _compute_kinds
     for m in range(schedule.num_micro_batches):
         if m not in directions:
             raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
+        if directions[m] != directions[m - m % schedule.num_strips]:
+            first = Action(Kind.F, 0, m, directions[m])
+            raise ScheduleError(schedule.rank_of(first), first, "runs in another direction than strips before it")
         for stage in range(schedule.num_stages):
             for segment in schedule.segments_of(stage):
                 for kind in kinds(schedule, stage, m, directions[m], segment):

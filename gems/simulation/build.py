@@ -21,6 +21,7 @@ from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
+from gems.schedule.strips import with_strips
 from gems.schedule.synthesis import Found, capped
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
@@ -46,7 +47,7 @@ def compute_schedule(spec: RunSpec) -> Schedule:
         return placed_on(spec, network_in_seconds(spec))
     if name == CAPPED:
         return from_json(search_schedule(spec)["schedule"])  # of a model with the cut that it was found with
-    return FAMILIES[name].build(schedule_request(spec))
+    return with_strips(FAMILIES[name].build(schedule_request(spec)), spec.parallel.strips)
 
 
 def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[str, Any]:
@@ -143,6 +144,7 @@ def schedule_request(spec: RunSpec) -> Request:
         chunks=schedule.chunks, cap=activation_cap(spec), costs=depth_costs(spec), network=network_in_units(spec),
         allow=tuple(sorted(schedule.memory_actions)), max_stages=schedule.max_stages,
         placements=tuple(schedule.placements), seed=spec.seed, budget_s=schedule.budget_s,
+        num_strips=parallel.strips,
     )  # fmt: skip
 
 
@@ -161,7 +163,9 @@ def _read(spec: RunSpec) -> Schedule:
     asked = spec.parallel
     if schedule.num_ranks != asked.partitions:
         raise ConfigError("parallel.partitions", asked.partitions, f"must be {schedule.num_ranks}, the ranks of {path}")
-    num = schedule.num_micro_batches
+    if schedule.num_strips != asked.strips:
+        raise ConfigError("parallel.strips", asked.strips, f"must be {schedule.num_strips}, those of {path}")
+    num = schedule.num_micro_batches // schedule.num_strips
     if num != asked.micro_batches:
         raise ConfigError("parallel.micro_batches", asked.micro_batches, f"must be {num}, those of {path}")
     return compute_only(validate(schedule))

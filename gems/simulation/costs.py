@@ -16,6 +16,7 @@ from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace, Simulation, rank_times, simulate
+from gems.schedule.strips import strip_costs
 
 
 def activation_cap(run: RunSpec) -> float | None:
@@ -43,9 +44,10 @@ def _given_stages(stages: Mapping[str, Any]) -> StageCosts:
 
 
 def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
-    """Return the costs of a schedule's stages in units, with the all-reduce of the gradients.
+    """Return the costs of a schedule's stages in units (of a strip, where parallel.strips makes several).
 
-    Without `cost.param_bytes` that takes no time, so that abstract costs are those of the pipeline alone.
+    They have the all-reduce of the gradients. Without `cost.param_bytes` that takes no time, so that abstract costs are
+    those of the pipeline alone.
 
     Raises:
         ConfigError: `cost.stages` has other stages.
@@ -57,6 +59,7 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
             f"must be of {placement.num_stages}, the stages of schedule={run.schedule.name}",
         )  # fmt: skip
     stages = costs.of(placement) if placement.feeders is None else stage_costs_of(run)
+    stages = strip_costs(stages, run.parallel.strips)
     sizes = [gradient_bytes(run, placement, rank) or None for rank in range(placement.num_ranks)]
     return _with_all_reduce(run, stages, placement, network_in_units(run), sizes)
 
@@ -90,15 +93,16 @@ def _with_all_reduce(
 def network_in_units(run: RunSpec) -> Network:
     """Return the links of the configured machine, in units of time."""
     machine, unit_s = run.machine, run.cost.unit_s
+    link = run.cost.link / run.parallel.strips
 
     def per_byte(bytes_per_s: float | None) -> float:
         return 0.0 if bytes_per_s is None else 1.0 / (bytes_per_s * unit_s)
 
     return Network(
-        latency=run.cost.link + machine.link_latency_s / unit_s,
+        latency=link + machine.link_latency_s / unit_s,
         per_byte=per_byte(machine.link_bytes_per_s),
         ranks_per_node=machine.ranks_per_node,
-        node_latency=run.cost.link + machine.node_latency_s / unit_s,
+        node_latency=link + machine.node_latency_s / unit_s,
         node_per_byte=per_byte(machine.node_bytes_per_s),
         has_contention=machine.contention,
     )
@@ -114,7 +118,8 @@ def replica_pace(run: RunSpec, replica: int) -> Pace:
     machine, num_ranks = run.machine, run.parallel.partitions
     slow = machine.slow_rank
     is_here = slow is not None and slow // num_ranks == replica
-    return Pace(slow % num_ranks if slow is not None and is_here else None, machine.slowdown, run.cost.input_load)
+    slow_rank = slow % num_ranks if slow is not None and is_here else None
+    return Pace(slow_rank, machine.slowdown, run.cost.input_load / run.parallel.strips)
 
 
 def simulate_step(run: RunSpec, schedule: Schedule) -> tuple[Network, Simulation]:

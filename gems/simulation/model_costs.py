@@ -18,6 +18,7 @@ from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.placement import Placement, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
+from gems.schedule.strips import strip_costs
 
 PROFILE = "profile"  # the name of costs
 CUT_BUDGET_S = 0.5  # of one placement, of which a search tries several
@@ -84,7 +85,7 @@ class ModelCosts:
             return best
 
         def cost(boundaries: Boundaries) -> Cost:
-            costs = self.at(boundaries)
+            costs = strip_costs(self.at(boundaries), schedule.num_strips)
             peak = max(peaks(schedule, costs))
             is_kept = cap is None or peak <= cap + TOLERANCE
             return simulate(schedule, costs, network).span if is_kept else math.inf, peak

@@ -26,16 +26,22 @@ DEFAULTS = (
     "cost.offload=20 schedule.budget_s=10"
 )
 LINK_KEYS = ("machine.link_latency_s", "machine.link_bytes_per_s")
-# schedule, activation cap, its memory actions, ranks, micro-batches, counted steps, the most that emulation may differ
+STRIPS = "parallel.strips=16 cost.unit_s=0.004"  # of longer actions, since a strip is a sixteenth of one
+# schedule, activation cap, further keys, ranks, micro-batches, counted steps, the most that emulation may differ
 CASES = (
     ("gems_master", None, "", 8, 32, 3, 0.05),
     ("1f1b", None, "", 8, 32, 6, 0.05),
     ("zb_v", None, "", 8, 32, 6, 0.05),
     ("capped", 1.0, "", 8, 32, 3, 0.05),
-    ("capped", 1.0, "recompute", 8, 32, 6, 0.05),
-    ("capped", 1.0, "offload", 8, 32, 6, 0.05),
-    ("capped", 1.0, "offload,recompute", 8, 32, 6, 0.05),
+    ("capped", 1.0, "schedule.memory_actions=[recompute]", 8, 32, 6, 0.05),
+    ("capped", 1.0, "schedule.memory_actions=[offload]", 8, 32, 6, 0.05),
+    ("capped", 1.0, "schedule.memory_actions=[offload,recompute]", 8, 32, 6, 0.05),
     ("capped", 2.0, "", 8, 32, 6, 0.05),
+    ("gems_master", None, "cost.unit_s=0.004", 8, 32, 2, 0.05),
+    ("capped", 1.0, "cost.unit_s=0.004", 8, 32, 2, 0.05),
+    ("gems_master", None, STRIPS, 8, 32, 2, 0.05),
+    ("capped", 1.0, STRIPS, 8, 32, 3, 0.05),
+    ("capped", 1.5, STRIPS, 8, 32, 3, 0.05),
     ("1f1b", None, "", 64, 64, 2, 0.10),
 )
 
@@ -44,7 +50,7 @@ def main(overrides: list[str]) -> int:
     """Run all cases and return 1 if one differs by more than its limit."""
     machine()
     table = Table(
-        "schedule:<30", "ranks:>6", "N=micro_batches:>5", "hop ms=hop_s:>8.3f", "simulated ms=simulated_s:>14.1f",
+        "schedule:<14", "more:<40", "ranks:>6", "N=micro_batches:>5", "hop ms=hop_s:>8.3f", "simulated ms=simulated_s:>14.1f",
         "emulated ms=emulated_s:>13.1f", "error %=error:>+9.2f", "limit %=limit:>9.0f", "useful %=useful:>10.1f",
     )  # fmt: skip
     results = table.rows(run_case(*case, overrides) for case in CASES)
@@ -52,7 +58,7 @@ def main(overrides: list[str]) -> int:
 
 
 def run_case(
-    schedule: str, cap: float | None, actions: str, ranks: int, micro_batches: int, steps: int, limit: float,
+    schedule: str, cap: float | None, more: str, ranks: int, micro_batches: int, steps: int, limit: float,
     overrides: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Run one case on this machine and simulate the very schedule that its ranks ran.
@@ -60,7 +66,7 @@ def run_case(
     `useful` is the share of ranks x emulated step in which a rank computes, recomputation not among it.
     """
     words = f"schedule={schedule} parallel.partitions={ranks} parallel.micro_batches={micro_batches}"
-    words += "" if cap is None else f" schedule.activation_cap={cap} schedule.memory_actions=[{actions}]"
+    words += f" {more}" if cap is None else f" schedule.activation_cap={cap} {more}"
     spec = composed(DEFAULTS, words, f"train.steps={steps + 1}", overrides)
     with finished_run(spec) as folder:
         times_s = counted_steps_s(folder).tolist()
@@ -71,7 +77,8 @@ def run_case(
     step = simulate(made, schedule_costs(spec, made.placement), network, activation_cap(spec))
     simulated_s, emulated_s = step.span * unit_s, statistics.median(times_s)
     return {
-        "schedule": schedule if cap is None else f"{schedule} K={cap:g} {actions}".rstrip(), "ranks": ranks,
+        "schedule": schedule if cap is None else f"{schedule} K={cap:g}", "ranks": ranks, "more": more,
+        "strips": spec.parallel.strips,
         "micro_batches": micro_batches, "hop_s": hop_s, "simulated_s": simulated_s, "emulated_s": emulated_s,
         "error": emulated_s / simulated_s - 1, "limit": limit, "times_s": times_s,
         "useful": step.efficiency * simulated_s / emulated_s,

@@ -65,7 +65,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     return {**to_json(generate("gems_mast", 2, 2)), **fields}
 
 
-@pytest.mark.parametrize("schema", ["gems.schedule/2", "gems.profile/1", None, 1])
+@pytest.mark.parametrize("schema", ["gems.schedule/3", "gems.profile/1", None, 1])
 def test_another_schema_is_refused(schema: object) -> None:
     with pytest.raises(ConfigError, match=r"allowed: gems\.schedule/1"):
         from_json(changed(schema=schema))

@@ -63,7 +63,7 @@ def emulate(
         control = open_group(0)
         transports = [open_group(replica) for _ in range(schedule.num_directions)]
         recorder = Recorder(part)
-        link_ns = round(spec.cost.link * spec.cost.unit_s * 1e9)
+        link_ns = round(spec.cost.link / spec.parallel.strips * spec.cost.unit_s * 1e9)
         channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder, link_ns)
         waiter = Waiter(channels.poll, interval_s, hang_timeout_s, wait_state)
         gradients = np.zeros(gradient_bytes(spec, placement, rank) // 4, np.float32)

@@ -6,6 +6,7 @@ from gems.errors import ConfigError
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.registry import FAMILIES, Family, Request
 from gems.schedule.schedule import Schedule
+from gems.schedule.strips import with_strips
 
 LARGE = 4096  # ranks x micro-batches from which schedules that a sibling beats are left out
 
@@ -50,5 +51,5 @@ def published_schedules(request: Request) -> list[Schedule]:
         is_known = peak and lightest == max(costs.activation) * per_rank == 1.0
         if is_known or request.cap is None or max(peaks(schedule, costs)) <= limit:
             served.add(siblings)
-            found.append(schedule)
+            found.append(with_strips(schedule, request.num_strips))
     return found

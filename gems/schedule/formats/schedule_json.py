@@ -1,4 +1,4 @@
-"""A schedule as JSON, the form that other programs read (schema gems.schedule/1)."""
+"""A schedule as JSON, the form that other programs read (schema gems.schedule/1, with strips gems.schedule/2)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
-SCHEMA = "gems.schedule/1"
+SCHEMA, WITH_STRIPS = "gems.schedule/1", "gems.schedule/2"
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Return the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch].
+    """Return the dictionary of the schema; an action is [kind, stage, direction, micro_batch].
 
-    One of a segment has the segment behind that, and a transfer between stages of a graph the stage at its other end;
-    `feeders` are there for such a graph alone.
+    With strips the micro-batches are counted and numbered in strips, `strips` of them to one; without, it is schema 1,
+    which has no such field. An action of a segment has the segment behind that, and a transfer between stages of a
+    graph the stage at its other end; `feeders` are there for such a graph alone.
     """
     feeders = schedule.placement.feeders
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA if schedule.num_strips == 1 else WITH_STRIPS,
         "name": schedule.name,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "micro_batches": schedule.num_micro_batches,
+        **({} if schedule.num_strips == 1 else {"strips": schedule.num_strips}),
         "directions": schedule.num_directions,
         "placement": [list(row) for row in schedule.placement.ranks],
         **({} if feeders is None else {"feeders": [list(some) for some in feeders]}),
@@ -40,10 +42,12 @@ def from_json(document: dict[str, Any]) -> Schedule:
         ConfigError: another schema, or a missing or malformed field.
     """
     found = document.get("schema") if isinstance(document, dict) else None
-    if found != SCHEMA:
-        raise ConfigError("schema", found, f"allowed: {SCHEMA}")
+    if found not in (SCHEMA, WITH_STRIPS):
+        raise ConfigError("schema", found, f"allowed: {SCHEMA}, {WITH_STRIPS}")
     try:
         rows = tuple(tuple(_action(*words) for words in row) for row in document["actions"])
+        if int(document.get("strips", 1)) < 1:
+            raise ValueError(f"strips of {document['strips']}")
         if len(rows) != int(document["ranks"]):
             raise ValueError(f"{len(rows)} lists of actions for {document['ranks']} ranks")
         schedule = Schedule(
@@ -53,9 +57,10 @@ def from_json(document: dict[str, Any]) -> Schedule:
             rows=rows,
             passes=tuple(map(str, document.get("passes", ()))),
             forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
+            num_strips=int(document.get("strips", 1)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError("schedule", "json", f"not of schema {SCHEMA} ({error!r})") from error
+        raise ConfigError("schedule", "json", f"not of schema {found} ({error!r})") from error
     return schedule
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
@@ -15,9 +15,11 @@ from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import CAPPED, Request, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.strips import StripCosts
 from gems.schedule.synthesis.bound import rough_span, span_bound
 from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Act, Problem, least_room, problem
-from gems.schedule.synthesis.search import Search
+from gems.schedule.synthesis.search import GREEDY, Search
+from gems.schedule.synthesis.strip_scheduler import least_strip_room, strip_schedules, strips_span_bound
 from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
@@ -66,6 +68,11 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     Raises:
         ConfigError: a cap below the least one that any allowed placement can keep.
     """
+    if request.num_strips > 1 and request.allow:
+        raise ConfigError(
+            "schedule.memory_actions", list(request.allow), "must be empty with parallel.strips above 1",
+            "leave one of the two out",
+        )  # fmt: skip
     request, problems, rooms = _problems(request)
     cap, allow = request.cap, request.allow
     least = min(rooms) / SIZES_PER_UNIT
@@ -97,13 +104,12 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
     shortest = min(_time_bound(request, one.placement, one.counts) for one in possible)
-    search = Search(_affordable(request, possible, budget), allow, budget, request.seed, shortest)
-    for plan in search.run()[:NUM_REPLAYED]:
-        listed = search.listed(plan).schedule()
-        best = faster(listed, plan.method)
-        whole = with_whole_backwards(listed, request.costs.of(listed.placement), request.network, cap)
-        best = faster(whole, plan.method) if whole.rows != listed.rows else best
-        if best is not None and plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
+    num_tried, listed = _listed(request, _affordable(request, possible, budget), budget, shortest)
+    for one, method, schedule in listed:
+        best = faster(schedule, method)
+        whole = with_whole_backwards(schedule, request.costs.of(schedule.placement), request.network, cap)
+        best = faster(whole, method) if whole.rows != schedule.rows else best
+        if best is not None and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     if best is None:
         raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
@@ -123,8 +129,20 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
         placement=next((name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"),
         peak=result.peak,
         method=method,
-        candidates=search.tried,
+        candidates=num_tried,
     )
+
+
+def _listed(
+    request: Request, problems: list[Problem], budget: Budget, shortest: float
+) -> tuple[int, Iterator[tuple[Problem, str, Schedule]]]:
+    """Return how many schedules a search has tried, and the best of them with problem and method, the best first."""
+    if request.num_strips > 1:
+        runs = strip_schedules(problems, request.num_strips, budget)
+        return len(runs), ((run.problem, GREEDY, run.schedule()) for run in runs[:NUM_REPLAYED])
+    search = Search(problems, request.allow, budget, request.seed, shortest)
+    plans = search.run()[:NUM_REPLAYED]
+    return search.tried, ((plan.problem, plan.method, search.listed(plan).schedule()) for plan in plans)
 
 
 def _planned_caps(request: Request) -> Iterable[Request]:
@@ -147,7 +165,13 @@ def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
     """Return the request with costs of its ranks, its problem on each allowed placement, and the least cap of each."""
     if isinstance(request.costs, DepthCosts):
         request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
-    found = [_problem(request, f"{name}-{i}", placement) for i, (name, placement) in enumerate(_placements(request))]
+    placements, num_strips = _placements(request), request.num_strips
+    if num_strips > 1:
+        costs, num = StripCosts(request.costs, num_strips), request.num_micro_batches * num_strips
+        request = replace(request, costs=costs, num_micro_batches=num)
+    found = [_problem(request, f"{name}-{i}", placement) for i, (name, placement) in enumerate(placements)]
+    if num_strips > 1:
+        return request, found, [least_strip_room(one, num_strips) for one in found]
     rooms = []
     for one in found:
         acts = [0, *(int(Act[name.upper()]) for name in request.allow)]
@@ -199,5 +223,8 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
 
 
 def _time_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
-    costs = request.costs.of(placement)
-    return span_bound(costs, placement, counts, request.cap, request.network, request.allow)
+    costs, cap, network = request.costs.of(placement), request.cap, request.network
+    bound = span_bound(costs, placement, counts, cap, network, request.allow)
+    if request.num_strips == 1:
+        return bound
+    return max(bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network))

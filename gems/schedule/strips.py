@@ -1,0 +1,69 @@
+"""Strips: the rows of a micro-batch's images as a row of smaller micro-batches, which have an order.
+
+Layers keep the rows that they have not used up from one strip for the next (the carry), so on each stage forward runs
+from the first strip to the last and backward from the last to the first. In a list with `num_strips` k the strips of
+micro-batch m are numbered m k to m k + k - 1, in the place of micro-batches (`gems.schedule.dependencies` knows their
+order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gems.errors import ConfigError
+from gems.schedule.action import Action, Kind
+from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, StageCosts
+from gems.schedule.placement import Placement
+from gems.schedule.registry import Costs
+from gems.schedule.schedule import Schedule
+
+
+def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
+    """Return a compute-only schedule of whole micro-batches with the strips of each action in its place.
+
+    Any order of whole micro-batches that runs does so in strips: what a rank may hold stays, and the way through the
+    stages takes a strip's time a stage in place of a micro-batch's. With whole backwards and a cap of one micro-batch
+    the efficiency is k / (k + P - 1).
+
+    Raises:
+        ConfigError: stages that form a graph.
+    """
+    if num_strips == 1:
+        return schedule
+    if schedule.placement.feeders is not None:
+        raise ConfigError("parallel.strips", num_strips, f"must be 1 for schedule={schedule.name}, a graph of stages")
+    rows = tuple(tuple(_strips_of(row, num_strips)) for row in schedule.rows)
+    num = schedule.num_micro_batches * num_strips
+    return replace(schedule, num_micro_batches=num, num_strips=num_strips, rows=rows)
+
+
+def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
+    for action in row:
+        first = (action.micro_batch or 0) * num_strips
+        strips = range(first, first + num_strips)
+        for strip in strips if action.kind is Kind.F else reversed(strips):
+            yield action._replace(micro_batch=strip)
+
+
+def strip_costs(costs: StageCosts, num_strips: int) -> StageCosts:
+    """Return the costs of one of equal strips, from those of a whole micro-batch."""
+    if num_strips == 1:
+        return costs
+    shares = {
+        name: tuple(value / num_strips for value in getattr(costs, name))
+        for name in (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")
+    }
+    return replace(costs, **shares)
+
+
+@dataclass(frozen=True, slots=True)
+class StripCosts:
+    """The costs of strips, from those of whole micro-batches, on any placement."""
+
+    whole: Costs
+    num_strips: int
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of the stages of a placement."""
+        return strip_costs(self.whole.of(placement), self.num_strips)

@@ -1,0 +1,83 @@
+"""gems.schedule.synthesis.strip_scheduler: steps of strips that were found under a cap, and their bound."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from gems.errors import ConfigError
+from gems.schedule.costs import DepthCosts, Network
+from gems.schedule.families.published_schedules import published_schedules
+from gems.schedule.placement import bidirectional, linear, v, wave
+from gems.schedule.registry import Request
+from gems.schedule.simulate import simulate
+from gems.schedule.strips import StripCosts
+from gems.schedule.synthesis import Found, capped
+from gems.schedule.synthesis.problem import problem
+from gems.schedule.synthesis.strip_scheduler import ORDERS, StripScheduler, least_strip_room, strip_schedules
+from gems.schedule.synthesis.templates import Budget
+from gems.schedule.validate import validate
+
+
+def found_in(num_strips: int, cap: float, num_ranks: int = 8, num: int = 8, **more: object) -> Found:
+    request = Request(num_ranks, num, cap=cap, costs=DepthCosts(num_ranks), num_strips=num_strips, **more)  # type: ignore[arg-type]
+    return capped(request, published_schedules(request))
+
+
+def test_strips_reach_at_the_memory_of_gems_what_whole_micro_batches_cannot() -> None:
+    whole, strips = found_in(1, 1.0, budget_s=1.0), found_in(8, 1.0)
+    assert whole.bound < 0.5 and strips.efficiency > 0.75
+    assert max(strips.peak) <= 1.0 + 1e-9
+
+
+@pytest.mark.parametrize(("num_strips", "cap", "least"), [(32, 1.0, 0.88), (16, 1.0, 0.78), (16, 1.5, 0.98)])
+def test_efficiency_by_strips_and_cap(num_strips: int, cap: float, least: float) -> None:
+    found = found_in(num_strips, cap, placements=("v",))
+    assert least <= found.efficiency <= found.bound + 1e-9
+    assert found.schedule.num_strips == num_strips
+
+
+def test_on_a_line_at_cap_one_the_bound_is_met() -> None:
+    found = found_in(8, 1.0, placements=("linear",))
+    assert found.gap == pytest.approx(0.0, abs=1e-6)
+    assert found.span == pytest.approx(8 * (3 + 2 * 7 / 8)), "a rank idles while the last strip is away"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed: int) -> None:
+    random = Random(seed)
+    num_ranks, num, strips = random.randint(1, 5), random.randint(1, 5), random.randint(2, 7)
+    times, sizes = (tuple(random.uniform(0.5, 3.0) for _ in range(4)) for _ in range(2))
+    costs = DepthCosts(num_ranks, *(random.uniform(0.3, 2.0) for _ in range(3)), times=times, activations=sizes)
+    network = Network(latency=random.choice((0.0, 0.05)))
+    request = Request(num_ranks, num, cap=random.uniform(1.3, 3.0), costs=costs, network=network, num_strips=strips)
+    found = capped(request, published_schedules(request))
+    validate(found.schedule, StripCosts(costs, strips).of(found.schedule.placement), request.cap)
+    assert found.efficiency <= found.bound + 1e-9
+
+
+@pytest.mark.parametrize("placement", [linear(3), v(3), wave(3, 4), bidirectional(3)], ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
+def test_the_span_is_that_of_the_simulation_at_the_least_cap(placement: object, order: tuple[object, ...]) -> None:
+    costs = StripCosts(DepthCosts(3, 1.0, 1.5, 0.5, activations=(2.0, 1.0, 1.0)), 4).of(placement)  # type: ignore[arg-type]
+    loose = problem("made up", placement, 16, costs, Network(), None)  # type: ignore[arg-type]
+    cap = least_strip_room(loose, 4) / 1e12
+    one = problem("made up", placement, 16, costs, Network(), cap)  # type: ignore[arg-type]
+    run = StripScheduler(one, 4, order)  # type: ignore[arg-type]
+    schedule = validate(run.schedule(), costs, cap)
+    assert run.span / one.ticks_per_unit == pytest.approx(simulate(schedule, costs).span)
+
+
+def test_a_small_budget_still_finds_one() -> None:
+    costs = StripCosts(DepthCosts(2), 4).of(linear(2))
+    one = problem("made up", linear(2), 8, costs, Network(), 1.0)
+    assert len(strip_schedules([one], 4, Budget(0))) == 1
+    assert len(strip_schedules([one], 4, Budget(10**6))) == len(ORDERS)
+
+
+def test_a_cap_below_one_micro_batch_is_refused_for_all_its_strips_are_held_at_the_turn() -> None:
+    with pytest.raises(ConfigError, match=r"activation_cap=0.9: must be at least 1,"):
+        found_in(4, 0.9)
+    with pytest.raises(ConfigError, match=r"must be empty with parallel\.strips above 1"):
+        found_in(4, 1.0, allow=("recompute",))
