@@ -51,7 +51,8 @@ def main(overrides: list[str]) -> int:
     machine()
     table = Table(
         "schedule:<14", "more:<40", "ranks:>6", "N=micro_batches:>5", "hop ms=hop_s:>8.3f",
-        "simulated ms=simulated_s:>14.1f", "emulated ms=emulated_s:>13.1f", "error %=error:>+9.2f", "limit %=limit:>9.0f", "useful %=useful:>10.1f",
+        "simulated ms=simulated_s:>14.1f", "emulated ms=emulated_s:>13.1f", "error %=error:>+9.2f",
+        "limit %=limit:>9.0f", "useful %=useful:>10.1f",
     )  # fmt: skip
     results = table.rows(run_case(*case, overrides) for case in CASES)
     return answered(results, any(abs(row["error"]) > row["limit"] for row in results))
