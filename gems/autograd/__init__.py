@@ -1,1 +1,1 @@
-"""How layers run forward and backward: split backward passes and recompute. Needs torch, no MPI."""
+"""How layers run forward and backward: split backward passes, recompute and strips. Needs torch, no MPI."""

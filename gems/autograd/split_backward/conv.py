@@ -68,6 +68,15 @@ class _Conv(Function):
 _apply_conv: Callable[..., Tensor] = _Conv.apply
 
 
+def convolution(
+    deferred: DeferredGradients | None, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+) -> Tensor:
+    """Convolve; the weight gradients are deferred where that is wanted and the weights are parameters."""
+    if deferred is None or not weight.is_leaf or not (bias is None or bias.is_leaf):
+        return torch.convolution(x, weight, bias, *geometry)
+    return _apply_conv(x, weight, bias, (deferred, name, geometry))
+
+
 def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
     """Run the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
     if not _can_split(module, x):

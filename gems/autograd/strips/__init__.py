@@ -1,0 +1,1 @@
+"""Layers that take an image strip by strip: traced into operations, each of which runs on the rows that are there."""

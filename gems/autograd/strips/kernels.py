@@ -1,0 +1,247 @@
+"""How operations run on rows: on those that are there, with padding at the image's top and bottom only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from gems.autograd.split_backward.conv import Geometry, convolution
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.split_backward.linear import linear_map
+
+aten = torch.ops.aten
+
+
+class Rows(NamedTuple):
+    """Output rows first to last of `height`, made of rows begin to end of the input's `height_in`.
+
+    The rows read may be outside of the map; those of the tensor are `there`.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    height: int
+    height_in: int
+    there: tuple[int, int]
+
+    @property
+    def num(self) -> int:
+        """How many rows are made."""
+        return self.last - self.first
+
+    @property
+    def outside(self) -> tuple[int, int]:
+        """How many of the rows that are read are above and below those of the tensor."""
+        if self.there[0] == self.there[1]:
+            return self.end - self.begin, 0
+        return self.there[0] - self.begin, self.end - self.there[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation in one strip: `seeded` gives its random numbers, `carried` is its sum so far."""
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: Rows
+    state: dict[str, Any]
+    seeded: Callable[[int | None], AbstractContextManager[None]]
+    deferred: DeferredGradients | None
+    carried: Tensor | None
+
+
+Run = Callable[[Call], Any]
+
+
+def plain(call: Call) -> Any:
+    """Run the operation as it is."""
+    with call.seeded(None):
+        return call.target(*call.args, **call.kwargs)
+
+
+def linear(call: Call) -> Tensor:
+    """Run a linear map, whose weight gradient may wait."""
+    x, weight, bias = _weights(call)
+    made = None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
+    return functional.linear(x, weight, bias) if made is None else made
+
+
+def reshape(call: Call) -> Tensor:
+    """Change the shape, whose rows are those of the strip."""
+    x = call.args[0]
+    shape = list(call.state["shape"])
+    shape[call.state["dim"]] = call.rows.num
+    return x.reshape(shape)  # type: ignore[no-any-return]
+
+
+def drop_rows(call: Call) -> Tensor:
+    """Dropout whose mask is drawn row by row, each from a seed of its own, so that all strips draw the same."""
+    x, p = call.args[:2]
+    dim = call.state["dim"]
+    mask = torch.empty_like(x, requires_grad=False)
+    for row in range(call.rows.num):
+        with call.seeded(call.rows.first + row):
+            mask.select(dim, row).copy_(torch.empty_like(x.select(dim, row)).bernoulli_(1 - p))
+    return x * mask.div_(1 - p)  # type: ignore[no-any-return]
+
+
+def pixel_shuffle(call: Call) -> Tensor:
+    """Make several rows of one, and cut those that are not wanted."""
+    factor, rows = call.state["factor"], call.rows
+    made = functional.pixel_shuffle(call.args[0], factor)
+    return made.narrow(2, rows.first - rows.there[0] * factor, rows.num)
+
+
+def step_rows(call: Call) -> Tensor:
+    """Take every so many rows."""
+    made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["step"])
+    return made
+
+
+def convolve(call: Call) -> Tensor:
+    """Convolve rows that have the padding of the top and bottom already."""
+    x, weight, bias = _weights(call)
+    (left, right), stride = call.state["sides"], call.state["stride"]
+    if left != right:
+        x = functional.pad(x, (left, right))
+    padding = (0, left if left == right else 0)
+    geometry = Geometry(stride, padding, call.state["dilation"], False, (0, 0), call.state["groups"])
+    return convolution(call.deferred, call.name, x, weight, bias, geometry)
+
+
+def convolve_transposed(call: Call) -> Tensor:
+    """Convolve the other way round, and cut the rows that are not wanted."""
+    x, weight, bias = _weights(call)
+    state, rows = call.state, call.rows
+    (stride, _), (dilation, _), (top, side) = state["stride"], state["dilation"], state["padding"]
+    above = rows.first - (rows.there[0] * stride - top)
+    reach = (rows.there[1] - rows.there[0] - 1) * stride + dilation * (state["kernel"] - 1) + 1
+    below = reach - above - rows.num
+    cut = max(0, min(above, below))  # what the padding of a whole image would cut
+    geometry = Geometry(
+        state["stride"], (cut, side), state["dilation"], True, (0, state["output_padding"][1]), state["groups"]
+    )
+    is_short = above < 0 or below < 0
+    made = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
+    if is_short:  # rows that no input reaches
+        made = functional.pad(made, (0, 0, max(0, -above), max(0, -below))).narrow(2, max(0, above), rows.num)
+        return made if bias is None else made + bias.view(-1, 1, 1)
+    return made if above == below else made.narrow(2, above - cut, rows.num)
+
+
+def _weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, *more = call.args
+    bias = more[0] if more else call.kwargs.get("bias")
+    return x, weight, bias
+
+
+class _MaxPool(Function):
+    """Max pooling of rows with padding of its own at top and bottom, which keeps the places of the maxima only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, outside: tuple[int, int], options: tuple[Any, ...]) -> Tensor:
+        if any(outside):
+            lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+            x = functional.pad(x, (0, 0, *outside), value=lowest)
+        made, places = aten.max_pool2d_with_indices.default(x, *options)
+        ctx.save_for_backward(places)
+        ctx.outside, ctx.options, ctx.like = outside, options, (x.shape, x.dtype)
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        shape, dtype = ctx.like
+        like = torch.empty(shape, dtype=dtype, device=gradient.device)  # the kernel reads its shape only
+        found = aten.max_pool2d_with_indices_backward.default(gradient, like, *ctx.options, places)
+        above, below = ctx.outside
+        return found.narrow(2, above, shape[2] - above - below), None, None
+
+
+_apply_max_pool: Callable[..., Tensor] = _MaxPool.apply
+
+
+def max_pool(call: Call) -> Tensor:
+    """Pool rows, with padding below every value."""
+    state = call.state
+    options = (state["kernel"], state["stride"], (0, state["side"]), state["dilation"], state["ceil_mode"])
+    return _apply_max_pool(call.args[0], call.rows.outside, options)
+
+
+def average_pool(call: Call) -> Tensor:
+    """Pool rows, of which those outside of the map are zeros, and count them as the whole image would."""
+    state = call.state
+    made = functional.avg_pool2d(
+        call.args[0], state["kernel"], state["stride"], (0, state["side"]), state["ceil_mode"],
+        state["count_include_pad"], state["override"],
+    )  # fmt: skip
+    counts = state["counts"][call.rows.first : call.rows.last]
+    if all(count == state["kernel"][0] for count in counts):
+        return made
+    factors = [state["kernel"][0] / count for count in counts]
+    return made * torch.tensor(factors, dtype=made.dtype, device=made.device).view(-1, 1)
+
+
+def pad_rows(call: Call) -> Tensor:
+    """Pad with a value, rows at the top and bottom of the map only."""
+    amounts = list(call.state["amounts"])
+    place = call.state["place"]
+    if place < len(amounts):
+        amounts[place : place + 2] = call.rows.outside
+    return functional.pad(call.args[0], amounts, value=call.state["value"])
+
+
+def resample(call: Call) -> Tensor:
+    """Take rows by number, or between two of them by shares, and change the width."""
+    x, rows, state = call.args[0], call.rows, call.state
+    made = x.index_select(2, _places(state["lower"], rows, x.device))
+    if state["share"] is not None:
+        share = torch.tensor(state["share"][rows.first : rows.last], dtype=x.dtype, device=x.device).view(-1, 1)
+        made = made * (1 - share) + x.index_select(2, _places(state["upper"], rows, x.device)) * share
+    return state["sides"](made, rows.num)  # type: ignore[no-any-return]
+
+
+def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
+    return torch.tensor([row - rows.there[0] for row in numbers[rows.first : rows.last]], device=device)
+
+
+def adaptive_average(call: Call) -> Tensor:
+    """Add the rows of a strip to the averages that have begun; return them all, finished ones first."""
+    x, rows, state = call.args[0], call.rows, call.state
+    rule, columns, width = state["rule"], state["columns"], state["width"]
+    begun = min(rows.height, rule.begun(rows.end))
+    kind = {"dtype": x.dtype, "device": x.device}
+    per_row = _shares(rows.first, begun, rows.height_in, rows.height, (rows.begin, rows.end), state["is_sum"], kind)
+    made = x
+    if columns != width:
+        made = x.matmul(_shares(0, columns, width, columns, (0, width), state["is_sum"], kind).t())
+    made = per_row.matmul(made)
+    if call.carried is None or not call.carried.shape[2]:
+        return made
+    count = call.carried.shape[2]
+    if count == made.shape[2]:
+        return made + call.carried
+    return torch.cat([made[:, :, :count] + call.carried, made[:, :, count:]], 2)
+
+
+def _shares(
+    first: int, last: int, size: int, bins: int, there: tuple[int, int], is_sum: bool, kind: dict[str, Any]
+) -> Tensor:
+    """Return a matrix (last - first, rows there) of the share that each row has in each bin."""
+    matrix = torch.zeros((last - first, there[1] - there[0]), **kind)
+    for row in range(first, last):
+        begin, end = row * size // bins, -(-(row + 1) * size // bins)
+        here = slice(max(begin, there[0]) - there[0], max(min(end, there[1]) - there[0], 0))
+        matrix[row - first, here] = 1.0 if is_sum else 1.0 / (end - begin)
+    return matrix

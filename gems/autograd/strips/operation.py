@@ -1,0 +1,103 @@
+"""An operation on rows, and what is known of the values that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from gems.autograd.strips.kernels import Run
+from gems.autograd.strips.trace import KEY, Ref, Step
+from gems.errors import ConfigError
+from gems.models.streaming.rules import Rule
+
+ROWS, WHOLE, STATIC, PARTS = "rows", "whole", "static", "parts"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What is known of a value: whether it has rows, and in which dimension.
+
+    "whole" values are there in the last strip only (after a global pooling), "static" ones depend on no input (a weight
+    that is standardised), "parts" are tensors with rows that one operation gives (a split of channels).
+    """
+
+    kind: str
+    value: Any
+    dim: int = -1
+
+    @property
+    def height(self) -> int:
+        """Rows of the whole map."""
+        value = self.value[0] if self.kind == PARTS else self.value
+        return int(value.shape[self.dim])
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A step, and how it runs on rows.
+
+    `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where that is no function of
+    its own: an activation, or a sum or concatenation of what it reads. `reads` are the values with rows that it reads.
+    """
+
+    step: Step
+    info: Info
+    run: Run
+    reads: tuple[int, ...] = ()
+    rule: Rule | None = None
+    how: str = "copy"
+    is_summed: bool = False
+    has_zeros: bool = False
+    is_late: bool = False
+    is_elementwise: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Known:
+    """The values so far, and the number of strips, for messages."""
+
+    strips: int
+    infos: list[Info]
+
+    def first(self, step: Step) -> Info:
+        """Return what is known of a step's first argument, which has rows."""
+        argument = step.args[0]
+        if not isinstance(argument, Ref) or self.infos[argument.number].kind not in (ROWS, PARTS):
+            self.refuse(step, "takes rows elsewhere than as its first argument")
+        return self.infos[argument.number]
+
+    def refuse(self, step: Step, why: str, advice: str = "") -> NoReturn:
+        """Raise ConfigError for a step that cannot run by rows."""
+        where = f"layer {step.name} ({step.kind}: {step.operation})"
+        raise ConfigError(KEY, self.strips, f"{where} {why}", f"set {advice}{' or ' if advice else ''}{KEY}=1")
+
+
+def refs(step: Step) -> list[Ref]:
+    """Return the values that a step reads."""
+    found: list[Ref] = []
+    each(found.append, (step.args, step.kwargs))
+    return found
+
+
+def each(function: Callable[[Ref], Any], value: Any) -> Any:
+    """Return arguments with a function's value in place of each reference."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(each(function, part) for part in value)
+    if isinstance(value, Mapping):
+        return {key: each(function, part) for key, part in value.items()}
+    return value
+
+
+def arguments(step: Step) -> dict[str, Any]:
+    """Return the arguments of a step by name, with defaults."""
+    found = {}
+    for position, argument in enumerate(step.target._schema.arguments):
+        if position < len(step.args):
+            found[argument.name] = step.args[position]
+        else:
+            found[argument.name] = step.kwargs.get(argument.name, argument.default_value)
+    return found

@@ -1,0 +1,365 @@
+"""One strip through a network of operations."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.strips.buffers import Layout, Write, write_rows
+from gems.autograd.strips.kernels import Call, Rows
+from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Operation, each, refs
+from gems.autograd.strips.trace import Ref, Step, Weight
+from gems.models.streaming.plan import FRESH, Piece, RowPlan, ValueStrip
+from gems.models.streaming.rules import Bins, Span
+
+Draws = Callable[[int], int]  # from the checksum of a module's name to the seed of its random numbers
+_MASK = 2**63 - 1
+
+
+class Held(NamedTuple):
+    """What is kept from a strip for the next: rows, sums so far of rows, or a value that depends on no input."""
+
+    kind: str
+    number: int
+    rows: Span = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Operations in order, and the plan of the values with rows; `rows` gives the number there of a value."""
+
+    operations: tuple[Operation, ...]
+    infos: tuple[Info, ...]
+    num_inputs: int
+    outputs: tuple[int, ...]
+    rows: dict[int, int]
+    plan: RowPlan
+    _wanted: dict[tuple[int, int], tuple[Span, ...]] = field(default_factory=dict)
+    _last_reads: dict[int, list[int]] = field(default_factory=dict)
+
+    def at(self, strip: int, number: int) -> ValueStrip:
+        """Return the plan of a value in a strip."""
+        return self.plan.strips[strip][self.rows[number]]
+
+    def held(self, strip: int) -> list[Held]:
+        """Return what is kept after a strip, in order."""
+        if strip == len(self.plan.strips) - 1:
+            return []
+        found = []
+        for number in self.rows:
+            found += [Held("rows", number, (piece.begin, piece.end)) for piece in self.at(strip, number).kept]
+            operation = self.operations[number - self.num_inputs]
+            if number >= self.num_inputs and operation.is_summed:
+                assert isinstance(operation.rule, Bins)
+                done = self.plan.ends[self.rows[number]][strip]
+                begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
+                found += [Held("sum", number, (done, begun))] if begun > done else []
+        used = {ref.number for each in self.operations if each.info.kind != STATIC for ref in refs(each.step)}
+        statics = sorted(number for number in used | {*self.outputs} if self.infos[number].kind == STATIC)
+        return [*found, *(Held("static", number) for number in statics)]
+
+    def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and type of what is kept."""
+        value = self.infos[held.number].value
+        shape, rows = list(value.shape), held.rows[1] - held.rows[0]
+        if held.kind == "rows":
+            shape[self.infos[held.number].dim] = rows
+        elif held.kind == "sum":
+            operation = self.operations[held.number - self.num_inputs]
+            shape = [*self.infos[operation.reads[0]].value.shape[:2], rows, operation.state["columns"]]
+        return tuple(shape), value.dtype
+
+    def wanted(self, strip: int, number: int) -> tuple[Span, ...]:
+        """Return the rows of a value's fresh piece that are read or kept: the first in the piece, and how many."""
+        key = strip, number
+        if key not in self._wanted:
+            at = self.at(strip, number)
+            pieces = list(at.kept)
+            for other, operation in enumerate(self.operations, self.num_inputs):
+                taken = self.at(strip, other).taken if number in operation.reads else ()
+                for read, parts in zip(operation.reads, taken, strict=False):  # in a strip without new rows: nothing
+                    pieces += parts if read == number else ()
+            if number in self.outputs and at.new[0] < at.new[1]:
+                pieces.append(Piece(FRESH, *at.new))
+            spans = {(piece.begin - at.fresh[0], piece.end - piece.begin) for piece in pieces if piece.source == FRESH}
+            self._wanted[key] = tuple(sorted(spans))
+        return self._wanted[key]
+
+    def last_reads(self, number: int) -> list[int]:
+        """Return the values that nothing reads after the operation that makes value `number`."""
+        if not self._last_reads:
+            last: dict[int, int] = {}
+            for other, operation in enumerate(self.operations, self.num_inputs):
+                last |= dict.fromkeys((ref.number for ref in refs(operation.step)), other) | {other: other}
+            for value, reader in last.items():
+                self._last_reads.setdefault(reader, []).append(value)
+        return self._last_reads.get(number, [])
+
+
+class StripRun:
+    """Runs the operations on what there is in a strip, and has what they give."""
+
+    def __init__(
+        self,
+        network: Network,
+        strip: int,
+        inputs: Sequence[Tensor | None],
+        carries: Sequence[Tensor],
+        draws: Draws | None,
+        deferred: DeferredGradients | None,
+    ) -> None:
+        self._network, self._strip = network, strip
+        self._draws, self._deferred = draws, deferred
+        self._is_last = strip == len(network.plan.strips) - 1
+        self._values: dict[int, Any] = {}  # without rows, or parts
+        self._carried: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._fresh: dict[int, dict[Span, Tensor]] = {}
+        self._kept: dict[int, list[Tensor]] = {}
+        self._given: dict[int, Tensor | None] = {}
+        self._random: dict[int, list[Tensor]] = {}
+        for held, kept in zip(network.held(strip - 1) if strip else [], carries, strict=True):
+            if held.kind == "rows":
+                self._carried.setdefault(held.number, []).append(kept)
+            else:
+                (self._sums if held.kind == "sum" else self._values)[held.number] = kept
+        self._device = next(tensor.device for tensor in (*inputs, *carries) if tensor is not None)
+        for number, tensor in enumerate(inputs):
+            if number in network.rows:
+                assert tensor is not None
+                self._store(number, "copy", [[(tensor, 0)]])
+            else:
+                self._values[number] = tensor
+        for number, operation in enumerate(network.operations, network.num_inputs):
+            self._step(number, operation)
+            for read in network.last_reads(number):
+                self._release(read)
+        for number in range(network.num_inputs):
+            self._release(number)
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Return what the network gives in this strip."""
+        return tuple(self._given[number] for number in self._network.outputs)
+
+    def carries(self) -> tuple[Tensor, ...]:
+        """Return what is kept for the next strip."""
+        taken = {number: iter(tensors) for number, tensors in self._kept.items()}
+        found = []
+        for held in self._network.held(self._strip):
+            if held.kind == "rows":
+                found.append(next(taken[held.number]))
+            else:
+                found.append((self._sums if held.kind == "sum" else self._values)[held.number])
+        return tuple(found)
+
+    def _release(self, number: int) -> None:
+        """Forget a value that nothing reads any more, but for what is kept or given."""
+        if number in self._network.outputs and number not in self._given:
+            self._given[number] = self._output(number)
+        if number in self._network.rows and number not in self._kept:
+            kept = self._network.at(self._strip, number).kept if not self._is_last else ()
+            self._kept[number] = [self._piece(number, piece) for piece in kept]
+        self._fresh.pop(number, None)
+        self._carried.pop(number, None)
+        if self._network.infos[number].kind != STATIC:
+            self._values.pop(number, None)
+
+    def _output(self, number: int) -> Tensor | None:
+        if self._network.infos[number].kind != ROWS:
+            return self._values[number] if self._is_last or self._network.infos[number].kind == STATIC else None
+        begin, end = self._network.at(self._strip, number).new
+        if begin < end:
+            return self._piece(number, Piece(FRESH, begin, end))
+        dtype = self._network.infos[number].value.dtype
+        return torch.empty(self._no_rows(number), dtype=dtype, device=self._device)
+
+    def _no_rows(self, number: int) -> list[int]:
+        info = self._network.infos[number]
+        return [0 if dim == info.dim else size for dim, size in enumerate(info.value.shape)]
+
+    def _step(self, number: int, operation: Operation) -> None:
+        if not operation.reads:
+            if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
+                self._values[number] = operation.run(self._call(operation, number, None))
+            return
+        at = self._network.at(self._strip, number)
+        if operation.is_summed:
+            self._add_up(number, operation, at)
+        elif at.new[0] == at.new[1]:
+            self._store(number, "copy", [])
+        elif operation.info.kind in (WHOLE, PARTS):
+            self._values[number] = operation.run(self._call(operation, number, at))
+        elif self._network.wanted(self._strip, number):
+            if operation.how == "copy" or self._is_direct(number, operation, at):
+                self._store(number, "copy", [[(operation.run(self._call(operation, number, at)), 0)]])
+            else:
+                parts = [
+                    [(self._piece(read, piece), piece.begin - at.new[0]) for piece in taken]
+                    for read, taken in zip(operation.reads, at.taken, strict=True)
+                ]
+                self._store(number, operation.how, parts, operation.state.get("channel_dim", 1))
+
+    def _is_direct(self, number: int, operation: Operation, at: ValueStrip) -> bool:
+        """Return whether an operation gives just what is wanted, of single pieces, with nothing in front."""
+        wanted = self._network.wanted(self._strip, number)
+        is_whole = at.fresh == at.new and wanted == ((0, at.new[1] - at.new[0]),)
+        if operation.how in ("add", "cat"):
+            is_whole = at.fresh == at.new
+        return is_whole and all(len(taken) == 1 for taken in at.taken)
+
+    def _add_up(self, number: int, operation: Operation, at: ValueStrip) -> None:
+        """Run an operation whose output is sums over rows: finished ones, and those to be carried on."""
+        made = self._sums.pop(number, None)
+        if at.window[0] < at.window[1]:
+            call = self._call(operation, number, at, made)
+            made = operation.run(call)
+        done = at.new[1] - at.new[0]
+        if made is not None and made.shape[2] > done:
+            self._sums[number] = made.narrow(2, done, made.shape[2] - done)
+        if operation.info.kind == WHOLE:
+            if done:
+                assert made is not None
+                self._values[number] = made.reshape(operation.state["shape"])
+        else:
+            self._store(number, "copy", [[(made.narrow(2, 0, done), 0)]] if done and made is not None else [])
+
+    def _call(self, operation: Operation, number: int, at: ValueStrip | None, carried: Tensor | None = None) -> Call:
+        """Return an operation with its arguments."""
+        network, step = self._network, operation.step
+        rows = Rows(0, 0, 0, 0, 0, 0, (0, 0))
+        taken = iter(at.taken) if at is not None else iter(())
+        if at is not None:
+            source = network.infos[operation.reads[0]]
+            height = 1 if operation.info.kind == WHOLE else operation.info.height
+            window = at.window
+            if operation.rule is not None and not operation.is_summed:
+                window = operation.rule.reads(*at.new)
+            rows = Rows(*at.new, *window, height, source.height, at.window)
+
+        def tensor(ref: Ref) -> Any:
+            if ref.number not in operation.reads:
+                return self._rows_of(self._values[ref.number], operation, at)
+            if network.infos[ref.number].kind == PARTS:
+                return self._values[ref.number]
+            pieces = [self._piece(ref.number, piece) for piece in next(taken)]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
+
+        def settle(value: Any) -> Any:
+            if isinstance(value, Weight):
+                return self._rows_of(value.get(), operation, at)
+            if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+                return type(value)(map(settle, value))
+            return self._device if isinstance(value, torch.device) else value
+
+        args = settle(each(tensor, step.args))
+        kwargs = {key: settle(value) for key, value in each(tensor, step.kwargs).items()}
+
+        @contextmanager
+        def seeded(row: int | None) -> Iterator[None]:
+            with self._seeded(step, row):
+                yield
+
+        return Call(step.name, step.target, args, kwargs, rows, operation.state, seeded, self._deferred, carried)
+
+    def _rows_of(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
+        """Return the rows of a tensor that stands for the whole map, such as an embedding of positions."""
+        if at is None or not operation.is_elementwise or not isinstance(value, Tensor):
+            return value
+        dim = value.dim() - (operation.info.value.dim() - operation.info.dim)
+        is_by_row = dim >= 0 and value.shape[dim] == operation.info.height > 1
+        return value.narrow(dim, at.new[0], at.new[1] - at.new[0]) if is_by_row else value
+
+    def _piece(self, number: int, piece: Piece) -> Tensor:
+        at = self._network.at(self._strip, number)
+        rows = piece.end - piece.begin
+        if piece.source == FRESH:
+            return self._fresh[number][piece.begin - at.fresh[0], rows]
+        carried = self._carried[number][piece.source]
+        return carried.narrow(self._network.infos[number].dim, piece.begin - at.carried[piece.source][0], rows)
+
+    def _store(
+        self, number: int, how: str, parts: Sequence[Sequence[tuple[Tensor, int]]], channel_dim: int = 1
+    ) -> None:
+        """Write the rows of a value; `parts` are the pieces of what makes its new rows, with their first rows there."""
+        at, info = self._network.at(self._strip, number), self._network.infos[number]
+        wanted = self._network.wanted(self._strip, number)
+        if not wanted:
+            return
+        new = at.new[1] - at.new[0]
+        if new and how == "copy" and not at.copied and at.fresh == at.new and wanted == ((0, new),):
+            self._fresh[number] = {wanted[0]: parts[0][0][0]}
+            return
+        sources: list[Tensor] = []
+        writes: list[Write] = []
+        for piece in at.copied:
+            before = self._carried[number][piece.source]
+            row = piece.begin - at.carried[piece.source][0]
+            writes.append(Write("copy", ((len(sources), row),), piece.begin - at.fresh[0], piece.end - piece.begin))
+            sources.append(before)
+        if new:
+            writes += _writes(how, parts, len(sources), at.new[0] - at.fresh[0], new, channel_dim)
+            sources += [tensor for part in parts for tensor, _ in part]
+        shape = list(info.value.shape)
+        shape[info.dim] = at.fresh[1] - at.fresh[0]
+        layout = Layout(tuple(shape), info.dim, channel_dim, tuple(writes), wanted)
+        if not sources:
+            sources = [torch.empty(self._no_rows(number), dtype=info.value.dtype, device=self._device)]
+        self._fresh[number] = dict(zip(wanted, write_rows(layout, sources), strict=True))
+
+    @contextmanager
+    def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
+        """Draw from the stream of the module that a step belongs to, or from that of one of its rows."""
+        if self._draws is None:
+            yield
+            return
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        outer = [generator.get_state() for generator in generators]
+        seed = self._draws(zlib.crc32(step.name.encode()))
+        if row is None and step.call in self._random:
+            for generator, state in zip(generators, self._random[step.call], strict=True):
+                generator.set_state(state)
+        else:
+            for generator in generators:
+                generator.manual_seed(seed if row is None else hash((seed, row)) & _MASK)
+        try:
+            yield
+        finally:
+            if row is None:
+                self._random[step.call] = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, outer, strict=True):
+                generator.set_state(state)
+
+
+def _writes(
+    how: str, parts: Sequence[Sequence[tuple[Tensor, int]]], first: int, row: int, rows: int, channel_dim: int
+) -> list[Write]:
+    """Return what makes new rows out of pieces of each part; the sources are numbered from `first`."""
+    if how == "cat":
+        out, channel, source = [], 0, first
+        for part in parts:
+            for position, (_, begin) in enumerate(part):
+                end = part[position + 1][1] if position + 1 < len(part) else rows
+                out.append(Write("cat", ((source, 0),), row + begin, end - begin, channel))
+                source += 1
+            channel += part[0][0].shape[channel_dim]
+        return out
+    starts, number = [], first
+    for part in parts:
+        starts.append([(begin, number + index) for index, (_, begin) in enumerate(part)])
+        number += len(part)
+    borders = sorted({begin for each in starts for begin, _ in each} | {rows})
+    out = []
+    for begin, end in pairwise(borders):
+        inside = [max(pair for pair in each if pair[0] <= begin) for each in starts]
+        out.append(Write(how, tuple((source, begin - at) for at, source in inside), row + begin, end - begin))
+    return out

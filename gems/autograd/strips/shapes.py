@@ -1,0 +1,60 @@
+"""Operations that change the shape, and where in it the rows are."""
+
+from __future__ import annotations
+
+from gems.autograd.strips.kernels import plain, reshape
+from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known, Operation, arguments
+from gems.autograd.strips.trace import Step
+from gems.models.streaming.rules import Lookup
+
+
+def permute(known: Known, step: Step) -> Operation:
+    """Return the change of order of the dimensions."""
+    info = known.first(step)
+    ndim = info.value.dim()
+    order = list(range(ndim))
+    given = arguments(step)
+    if step.operation == "permute":
+        order = [dim % ndim for dim in given["dims"]]
+    else:
+        one, two = (given[key] % ndim for key in ("dim0", "dim1"))
+        order[one], order[two] = order[two], order[one]
+    return Operation(step, Info(ROWS, step.value, order.index(info.dim)), plain)
+
+
+def view(known: Known, step: Step) -> Operation:
+    """Return the change of shape, by rows where they stay a dimension, otherwise of all rows in the last strip."""
+    info = known.first(step)
+    before, shape = info.value.shape, step.value.shape
+    outer, reached = before[: info.dim].numel(), 1
+    for dim, size in enumerate(shape):
+        if reached == outer and size == info.height:
+            return Operation(step, Info(ROWS, step.value, dim), reshape, state={"dim": dim, "shape": tuple(shape)})
+        reached *= size
+    rule = Lookup((0,), (info.height,))
+    return Operation(step, Info(WHOLE, step.value), plain, rule=rule, is_late=True)
+
+
+def unsqueeze(known: Known, step: Step) -> Operation:
+    """Return the operation that adds a dimension."""
+    info = known.first(step)
+    dim = arguments(step)["dim"] % step.value.dim()
+    return Operation(step, Info(ROWS, step.value, info.dim + (dim <= info.dim)), plain)
+
+
+def squeeze(known: Known, step: Step) -> Operation:
+    """Return the operation that takes dimensions of size 1 away."""
+    info = known.first(step)
+    ndim = info.value.dim()
+    dims = arguments(step).get("dim")
+    given = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {dim % ndim for dim in given if info.value.shape[dim] == 1}
+    if info.dim in gone:
+        return Operation(step, Info(WHOLE, step.value), plain, rule=Lookup((0,), (info.height,)), is_late=True)
+    return Operation(step, Info(ROWS, step.value, info.dim - sum(dim < info.dim for dim in gone)), plain)
+
+
+def item(known: Known, step: Step) -> Operation:
+    """Return the operation that takes one of several parts."""
+    info = known.first(step)
+    return Operation(step, Info(ROWS, step.value, info.dim), plain)

@@ -1,0 +1,125 @@
+"""The streaming form of a stage: layers that take an image strip by strip, and as arguments what they kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.strips.lower import draws_numbers, lower
+from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known
+from gems.autograd.strips.run import Draws, Network, StripRun
+from gems.autograd.strips.trace import trace
+from gems.models.outputs import map_tensors
+from gems.models.streaming.plan import RowValue, plan_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A tensor between stages in strips: the shape of the whole, and how many rows of `dim` there are after each strip.
+
+    Without `ends` it has no rows and is there in the last strip.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ends: tuple[int, ...] | None
+    dim: int = 2
+
+    def strip_shape(self, strip: int) -> tuple[int, ...]:
+        """Return the shape of the tensor of a strip, which may have no rows."""
+        if self.ends is None:
+            return self.shape
+        rows = self.ends[strip] - (self.ends[strip - 1] if strip else 0)
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+
+class StripStage:
+    """Layers in a streaming form, for one shape of image, division into strips and mode (training or evaluation).
+
+    `forward` is a function of its arguments: whoever calls it holds what it returns, and may cut the graph of autograd
+    there. Weights are those that the modules have at the time.
+
+    Attributes:
+        outputs: what the stage gives, which the next one takes as `inputs`.
+        draws: whether it draws random numbers, for which `forward` needs seeds.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int) -> None:
+        """Trace the layers, and plan the rows of all strips.
+
+        Raises:
+            ConfigError: a layer needs the whole image, or has an operation that nothing is known of.
+        """
+        traced = trace(layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs])
+        given = [
+            Info(WHOLE if each.ends is None else ROWS, meta, each.dim)
+            for each, meta in zip(inputs, traced.inputs, strict=True)
+        ]
+        known = Known(strips, given)
+        operations = tuple(lower(known, step) for step in traced.steps)
+        self.strips, self._structure = strips, traced.structure
+        rows: dict[int, int] = {}
+        values: list[RowValue] = []
+        for number, boundary in enumerate(inputs):
+            if boundary.ends is not None:
+                rows[number] = len(values)
+                values.append(RowValue(boundary.shape[boundary.dim], boundary.ends))
+        for number, operation in enumerate(operations, len(inputs)):
+            if operation.reads:
+                rows[number] = len(values)
+                reads = tuple(rows[read] for read in operation.reads)
+                height = 1 if operation.info.kind == WHOLE else operation.info.height
+                flags = operation.is_summed, operation.has_zeros, operation.is_late
+                values.append(RowValue(height, (), operation.rule, reads, *flags))
+        plan = plan_rows(values, strips)
+        self._network = Network(operations, tuple(known.infos), len(inputs), traced.outputs, rows, plan)
+        self.draws = any(draws_numbers(operation) for operation in operations)
+        self.outputs = tuple(self._boundary(number) for number in traced.outputs)
+
+    def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and type of what `forward` of a strip returns for the next one."""
+        return tuple(self._network.shape_of(held) for held in self._network.held(strip))
+
+    def forward(
+        self,
+        strip: int,
+        inputs: Sequence[Tensor | None],
+        carries: Sequence[Tensor] = (),
+        draws: Draws | None = None,
+        deferred: DeferredGradients | None = None,
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        """Run a strip.
+
+        Args:
+            strip: its number; strips run first to last.
+            inputs: its rows of each input, and nothing for one that is not there yet.
+            carries: what the strip before returned.
+            draws: gives seeds for random numbers; the same in all strips of an image.
+            deferred: takes the weight gradients of backward where they can wait.
+
+        Returns:
+            What it gives of each output: rows, perhaps none; a whole tensor in the last strip and None before. And what
+            the next strip needs.
+
+        Raises:
+            ValueError: random numbers are drawn, and there are no seeds.
+        """
+        if self.draws and draws is None:
+            raise ValueError("these layers draw random numbers: give the seeds of the image")
+        run = StripRun(self._network, strip, inputs, carries, draws, deferred)
+        return run.outputs(), run.carries()
+
+    def structured(self, outputs: Sequence[Tensor]) -> Any:
+        """Return the outputs as the last layer gives them: a tensor, or tensors in tuples, lists and dicts."""
+        parts = iter(outputs)
+        return map_tensors(lambda _: next(parts), self._structure)
+
+    def _boundary(self, number: int) -> Boundary:
+        info = self._network.infos[number]
+        ends = self._network.plan.ends[self._network.rows[number]] if info.kind == ROWS else None
+        return Boundary(tuple(info.value.shape), info.value.dtype, ends, info.dim)

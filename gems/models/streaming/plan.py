@@ -1,0 +1,178 @@
+"""The rows of a network in strips: what each value gets in a strip, what readers take, and what is kept (the carry).
+
+A value is a feature map, in strips of rows. The rows that some reader will still need when a strip has been run are its
+carry, in one piece or several (rows of a long skip are kept as they came, without a copy). In a strip a value has one
+fresh piece: its new rows, and in front of them those of the carry that a windowed reader wants in one tensor with them;
+and rows of zeros where that reader pads the image. So a row is copied for the overlap of kernels only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gems.models.streaming.rules import Rule, Span
+
+FRESH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RowValue:
+    """A value with rows, and how it is made.
+
+    An input of the network has the `ends` of its strips. Any other value names the values that it `reads`: row for row
+    where it has no rule; otherwise one value by the rule, as sums over new rows (`is_summed`) or as a window in one
+    tensor, in which rows outside of the map are zeros (`has_zeros`) or are not there. What `is_late` is made in the
+    last strip.
+    """
+
+    height: int
+    ends: tuple[int, ...] = ()
+    rule: Rule | None = None
+    reads: tuple[int, ...] = ()
+    is_summed: bool = False
+    has_zeros: bool = False
+    is_late: bool = False
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the rows that it reads are to be in one tensor."""
+        return self.rule is not None and not self.is_summed
+
+
+class Piece(NamedTuple):
+    """Rows of a value: of the carried piece `source`, or of the fresh one."""
+
+    source: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueStrip:
+    """A value in one strip.
+
+    Attributes:
+        new: the rows that are made in this strip.
+        fresh: the rows of the tensor that they are written to, which may be outside of the map: zeros.
+        carried: the pieces that were kept in the strip before.
+        copied: what of these is written in front of the new rows.
+        kept: what is kept for the next strip.
+        window: the rows that are read of others to make the new ones; where they are zeros, some outside of the map.
+        taken: the pieces that hold these rows, of each value that is read; nothing where no row is read.
+    """
+
+    new: Span
+    fresh: Span
+    carried: tuple[Span, ...]
+    copied: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+    window: Span
+    taken: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """All values in all strips: `strips[strip][value]`, and how many rows of each there are after each strip."""
+
+    strips: tuple[tuple[ValueStrip, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+
+def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:
+    """Return the rows of all values in all strips; each value is behind those that it reads."""
+    ends: list[tuple[int, ...]] = []
+    readers: list[list[int]] = [[] for _ in values]
+    for number, value in enumerate(values):
+        ends.append(value.ends or _ends_of(value, values, ends, num_strips))
+        for read in value.reads:
+            readers[read].append(number)
+    carried: list[tuple[Span, ...]] = [()] * len(values)
+    strips = []
+    for strip in range(num_strips):
+        news = [(each[strip - 1] if strip else 0, each[strip]) for each in ends]
+        windows = [_window(value, values, news, number) for number, value in enumerate(values)]
+        fresh, kept = [], []
+        for number, value in enumerate(values):
+            wanted = [windows[reader] for reader in readers[number] if values[reader].is_windowed]
+            fresh.append(_span([news[number], *(window for window in wanted if window[0] < window[1])]))
+            firsts = [_next_row(values[reader], value.height, ends[reader][strip]) for reader in readers[number]]
+            rows = min([news[number][1], *firsts]), news[number][1]
+            kept.append(_pieces(rows, carried[number], fresh[number], news[number]))
+        strips.append(
+            tuple(
+                ValueStrip(
+                    new=news[number],
+                    fresh=fresh[number],
+                    carried=carried[number],
+                    copied=_overlap((max(0, fresh[number][0]), news[number][0]), carried[number]),
+                    kept=kept[number],
+                    window=windows[number],
+                    taken=tuple(
+                        _pieces(windows[number], carried[read], fresh[read], news[read])
+                        if not value.is_windowed
+                        else (_window_piece(windows[number], fresh[read]),) * (news[number][0] < news[number][1])
+                        for read in value.reads
+                    ),
+                )
+                for number, value in enumerate(values)
+            )
+        )
+        carried = [tuple((piece.begin, piece.end) for piece in each) for each in kept]
+    return RowPlan(tuple(strips), tuple(ends))
+
+
+def _ends_of(
+    value: RowValue, values: Sequence[RowValue], ends: Sequence[tuple[int, ...]], num_strips: int
+) -> tuple[int, ...]:
+    """Return how many rows of a value there are after each strip."""
+    if value.rule is None:
+        return tuple(min(each) for each in zip(*(ends[read] for read in value.reads), strict=True))
+    (read,) = value.reads
+    height = values[read].height
+    ready = [value.height if rows == height else min(value.height, value.rule.ready(rows)) for rows in ends[read]]
+    return (*[0 if value.is_late else rows for rows in ready[:-1]], ready[-1])
+
+
+def _window(value: RowValue, values: Sequence[RowValue], news: Sequence[Span], number: int) -> Span:
+    """Return the rows that a value reads of others in a strip."""
+    first, last = news[number]
+    if value.is_summed:
+        return news[value.reads[0]]
+    if value.rule is None or first == last:
+        return first, last
+    begin, end = value.rule.reads(first, last)
+    if value.has_zeros:
+        return begin, end
+    height = values[value.reads[0]].height
+    begin = min(max(0, begin), height - 1)
+    return begin, max(begin, min(height, end))
+
+
+def _window_piece(window: Span, fresh: Span) -> Piece:
+    """Return where a window is; one that reads padding only, which is not there, reads no rows of the piece."""
+    return Piece(FRESH, *(window if window[0] < window[1] else (fresh[0], fresh[0])))
+
+
+def _next_row(reader: RowValue, height: int, rows: int) -> int:
+    """Return the first row of a value of some height that a reader still needs when it has made some rows."""
+    if rows == reader.height or reader.is_summed:
+        return height
+    return rows if reader.rule is None else min(max(0, reader.rule.reads(rows, rows + 1)[0]), height - 1)
+
+
+def _span(spans: Sequence[Span]) -> Span:
+    return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+
+def _pieces(rows: Span, carried: Sequence[Span], fresh: Span, new: Span) -> tuple[Piece, ...]:
+    """Return where rows are: in the fresh piece as far as it has them, otherwise in those carried."""
+    border = max(0, min(fresh[0], new[0]))
+    own = max(rows[0], border), rows[1]
+    return (*_overlap((rows[0], min(rows[1], border)), carried), *([Piece(FRESH, *own)] if own[0] < own[1] else []))
+
+
+def _overlap(rows: Span, carried: Sequence[Span]) -> tuple[Piece, ...]:
+    spans = [(max(rows[0], begin), min(rows[1], end)) for begin, end in carried]
+    return tuple(Piece(source, *span) for source, span in enumerate(spans) if span[0] < span[1])

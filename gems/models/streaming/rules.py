@@ -1,0 +1,116 @@
+"""Which rows of its input a row of an operation's output reads.
+
+All spans of rows are half-open, counted from the top of the whole map. What a rule says may lie outside of the map, at
+the top by padding and at the bottom by padding or ceil mode.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+Span = tuple[int, int]
+
+
+class Rule(Protocol):
+    """The rows that an operation reads."""
+
+    def reads(self, first: int, last: int) -> Span:
+        """Return the input rows that output rows first to last read, at least one of each."""
+
+    def ready(self, rows: int) -> int:
+        """Return how many output rows read nothing but the first `rows` input rows; there may be more than exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A convolution, a pooling, a crop, a step: row o reads rows o * stride - top + i * dilation for i < kernel."""
+
+    kernel: int = 1
+    stride: int = 1
+    top: int = 0
+    dilation: int = 1
+
+    def reads(self, first: int, last: int) -> Span:
+        """Return the input rows that output rows first to last read."""
+        return first * self.stride - self.top, (last - 1) * self.stride - self.top + self._reach + 1
+
+    def ready(self, rows: int) -> int:
+        """Return how many output rows read nothing but the first `rows` input rows."""
+        return max(0, (rows - 1 + self.top - self._reach) // self.stride + 1)
+
+    @property
+    def _reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A transposed convolution: input row i adds to rows i * stride - top + j * dilation for j < kernel."""
+
+    kernel: int
+    stride: int = 1
+    top: int = 0
+    dilation: int = 1
+
+    def reads(self, first: int, last: int) -> Span:
+        """Return the input rows that output rows first to last read; one that reads none is said to read one."""
+        end = (last - 1 + self.top) // self.stride + 1
+        begin = -((self.dilation * (self.kernel - 1) - first - self.top) // self.stride)
+        return min(begin, end - 1), end
+
+    def ready(self, rows: int) -> int:
+        """Return how many output rows read nothing but the first `rows` input rows."""
+        return max(0, rows * self.stride - self.top)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A resampling: row o reads rows begins[o] to ends[o]; both lists never fall."""
+
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def reads(self, first: int, last: int) -> Span:
+        """Return the input rows that output rows first to last read."""
+        return self.begins[first], self.ends[last - 1]
+
+    def ready(self, rows: int) -> int:
+        """Return how many output rows read nothing but the first `rows` input rows."""
+        return bisect_right(self.ends, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """An adaptive average: row o of `count` reads its share of `height` rows, rounded outwards."""
+
+    height: int
+    count: int
+
+    def reads(self, first: int, last: int) -> Span:
+        """Return the input rows that output rows first to last read."""
+        return first * self.height // self.count, -(-last * self.height // self.count)
+
+    def ready(self, rows: int) -> int:
+        """Return how many output rows read nothing but the first `rows` input rows."""
+        return rows * self.count // self.height
+
+    def begun(self, rows: int) -> int:
+        """Return how many output rows read some of the first `rows` input rows."""
+        return -(-rows * self.count // self.height)
+
+
+SAME = Window()
+
+
+def even_ends(height: int, strips: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return the ends of strips that divide `height` rows, as equal as can be; ends are multiples of `multiple`.
+
+    The last ends at the height. Where that leaves a strip without rows, ends are multiples of a smaller number.
+    """
+    while True:
+        ends = tuple(height * strip // strips // multiple * multiple for strip in range(1, strips))
+        if multiple == 1 or all(before < after for before, after in zip((0, *ends), (*ends, height), strict=True)):
+            return (*ends, height)
+        multiple //= 2
