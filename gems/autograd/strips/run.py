@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,39 +31,36 @@ class Held(NamedTuple):
     rows: Span = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
 class Network:
     """Operations in order, and the plan of the values with rows; `rows` gives the number there of a value."""
 
-    operations: tuple[Operation, ...]
-    infos: tuple[Info, ...]
-    num_inputs: int
-    outputs: tuple[int, ...]
-    rows: dict[int, int]
-    plan: RowPlan
-    _wanted: dict[tuple[int, int], tuple[Span, ...]] = field(default_factory=dict)
-    _last_reads: dict[int, list[int]] = field(default_factory=dict)
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        infos: Sequence[Info],
+        num_inputs: int,
+        outputs: Sequence[int],
+        rows: dict[int, int],
+        plan: RowPlan,
+    ) -> None:
+        self.operations, self.infos, self.num_inputs = tuple(operations), tuple(infos), num_inputs
+        self.outputs, self.rows, self.plan = tuple(outputs), rows, plan
+        self._readers: dict[int, set[int]] = {}
+        last: dict[int, int] = {}
+        for number, operation in enumerate(operations, num_inputs):
+            for ref in refs(operation.step):
+                last[ref.number] = number
+                self._readers.setdefault(ref.number, set()).add(number)
+            last[number] = number
+        self.released: dict[int, list[int]] = {}  # by operation: the values that nothing reads after it
+        for value, reader in last.items():
+            self.released.setdefault(reader, []).append(value)
+        self.held = [self._held(strip) for strip in range(len(plan.strips))]
+        self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
 
     def at(self, strip: int, number: int) -> ValueStrip:
         """Return the plan of a value in a strip."""
         return self.plan.strips[strip][self.rows[number]]
-
-    def held(self, strip: int) -> list[Held]:
-        """Return what is kept after a strip, in order."""
-        if strip == len(self.plan.strips) - 1:
-            return []
-        found = []
-        for number in self.rows:
-            found += [Held("rows", number, (piece.begin, piece.end)) for piece in self.at(strip, number).kept]
-            operation = self.operations[number - self.num_inputs]
-            if number >= self.num_inputs and operation.is_summed:
-                assert isinstance(operation.rule, Bins)
-                done = self.plan.ends[self.rows[number]][strip]
-                begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
-                found += [Held("sum", number, (done, begun))] if begun > done else []
-        used = {ref.number for each in self.operations if each.info.kind != STATIC for ref in refs(each.step)}
-        statics = sorted(number for number in used | {*self.outputs} if self.infos[number].kind == STATIC)
-        return [*found, *(Held("static", number) for number in statics)]
 
     def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of what is kept."""
@@ -83,9 +79,9 @@ class Network:
         if key not in self._wanted:
             at = self.at(strip, number)
             pieces = list(at.kept)
-            for other, operation in enumerate(self.operations, self.num_inputs):
-                taken = self.at(strip, other).taken if number in operation.reads else ()
-                for read, parts in zip(operation.reads, taken, strict=False):  # in a strip without new rows: nothing
+            for reader in self._readers.get(number, set()) & self.rows.keys():
+                taken = self.at(strip, reader).taken
+                for read, parts in zip(self.operations[reader - self.num_inputs].reads, taken, strict=True):
                     pieces += parts if read == number else ()
             if number in self.outputs and at.new[0] < at.new[1]:
                 pieces.append(Piece(FRESH, *at.new))
@@ -93,15 +89,30 @@ class Network:
             self._wanted[key] = tuple(sorted(spans))
         return self._wanted[key]
 
-    def last_reads(self, number: int) -> list[int]:
-        """Return the values that nothing reads after the operation that makes value `number`."""
-        if not self._last_reads:
-            last: dict[int, int] = {}
-            for other, operation in enumerate(self.operations, self.num_inputs):
-                last |= dict.fromkeys((ref.number for ref in refs(operation.step)), other) | {other: other}
-            for value, reader in last.items():
-                self._last_reads.setdefault(reader, []).append(value)
-        return self._last_reads.get(number, [])
+    def device(self, tensors: Sequence[Tensor | None]) -> torch.device:
+        """Return the device of tensors, or that of the weights where there is none."""
+        weights = (
+            part.get() for operation in self.operations for part in operation.step.args if isinstance(part, Weight)
+        )
+        found = next((tensor for tensor in (*tensors, *weights) if isinstance(tensor, Tensor)), None)
+        return torch.device("cpu") if found is None else found.device
+
+    def _held(self, strip: int) -> list[Held]:
+        """Return what is kept after a strip, in order."""
+        if strip == len(self.plan.strips) - 1:
+            return []
+        found = []
+        for number in self.rows:
+            found += [Held("rows", number, (piece.begin, piece.end)) for piece in self.at(strip, number).kept]
+            operation = self.operations[number - self.num_inputs]
+            if number >= self.num_inputs and operation.is_summed:
+                assert isinstance(operation.rule, Bins)
+                done = self.plan.ends[self.rows[number]][strip]
+                begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
+                found += [Held("sum", number, (done, begun))] if begun > done else []
+        used = {ref.number for each in self.operations if each.info.kind != STATIC for ref in refs(each.step)}
+        statics = sorted(number for number in used | {*self.outputs} if self.infos[number].kind == STATIC)
+        return [*found, *(Held("static", number) for number in statics)]
 
 
 class StripRun:
@@ -126,12 +137,12 @@ class StripRun:
         self._kept: dict[int, list[Tensor]] = {}
         self._given: dict[int, Tensor | None] = {}
         self._random: dict[int, list[Tensor]] = {}
-        for held, kept in zip(network.held(strip - 1) if strip else [], carries, strict=True):
+        for held, kept in zip(network.held[strip - 1] if strip else [], carries, strict=True):
             if held.kind == "rows":
                 self._carried.setdefault(held.number, []).append(kept)
             else:
                 (self._sums if held.kind == "sum" else self._values)[held.number] = kept
-        self._device = next(tensor.device for tensor in (*inputs, *carries) if tensor is not None)
+        self._device = network.device((*inputs, *carries))
         for number, tensor in enumerate(inputs):
             if number in network.rows:
                 assert tensor is not None
@@ -140,7 +151,7 @@ class StripRun:
                 self._values[number] = tensor
         for number, operation in enumerate(network.operations, network.num_inputs):
             self._step(number, operation)
-            for read in network.last_reads(number):
+            for read in network.released.get(number, ()):
                 self._release(read)
         for number in range(network.num_inputs):
             self._release(number)
@@ -153,7 +164,7 @@ class StripRun:
         """Return what is kept for the next strip."""
         taken = {number: iter(tensors) for number, tensors in self._kept.items()}
         found = []
-        for held in self._network.held(self._strip):
+        for held in self._network.held[self._strip]:
             if held.kind == "rows":
                 found.append(next(taken[held.number]))
             else:
@@ -194,7 +205,7 @@ class StripRun:
         if operation.is_summed:
             self._add_up(number, operation, at)
         elif at.new[0] == at.new[1]:
-            self._store(number, "copy", [])
+            self._store(number, "copy", [])  # rows that were kept, in front of none
         elif operation.info.kind in (WHOLE, PARTS):
             self._values[number] = operation.run(self._call(operation, number, at))
         elif self._network.wanted(self._strip, number):
@@ -290,7 +301,7 @@ class StripRun:
     ) -> None:
         """Write the rows of a value; `parts` are the pieces of what makes its new rows, with their first rows there."""
         at, info = self._network.at(self._strip, number), self._network.infos[number]
-        wanted = self._network.wanted(self._strip, number)
+        wanted = self._network.wanted(self._strip, number) if info.kind == ROWS else ()
         if not wanted:
             return
         new = at.new[1] - at.new[0]

@@ -13,7 +13,7 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.lower import draws_numbers, lower
 from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known
 from gems.autograd.strips.run import Draws, Network, StripRun
-from gems.autograd.strips.trace import trace
+from gems.autograd.strips.trace import Trace, trace
 from gems.models.outputs import map_tensors
 from gems.models.streaming.plan import RowValue, plan_rows
 
@@ -38,6 +38,15 @@ class Boundary:
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
+def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int) -> Trace:
+    """Return the operations of layers, which hold for any number of strips of such inputs.
+
+    Raises:
+        ConfigError: a layer whose operations depend on values.
+    """
+    return trace(layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs], strips)
+
+
 class StripStage:
     """Layers in a streaming form, for one shape of image, division into strips and mode (training or evaluation).
 
@@ -49,18 +58,17 @@ class StripStage:
         draws: whether it draws random numbers, for which `forward` needs seeds.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary], strips: int) -> None:
-        """Trace the layers, and plan the rows of all strips.
+    def __init__(
+        self, layers: Sequence[tuple[str, nn.Module]] | Trace, inputs: Sequence[Boundary], strips: int
+    ) -> None:
+        """Trace the named layers, or take what `trace_stage` has made of them, and plan the rows of all strips.
 
         Raises:
             ConfigError: a layer needs the whole image, or has an operation that nothing is known of.
         """
-        traced = trace(layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs])
-        given = [
-            Info(WHOLE if each.ends is None else ROWS, meta, each.dim)
-            for each, meta in zip(inputs, traced.inputs, strict=True)
-        ]
-        known = Known(strips, given)
+        traced = layers if isinstance(layers, Trace) else trace_stage(layers, inputs, strips)
+        given = zip(inputs, traced.inputs, strict=True)
+        known = Known(strips, [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given])
         operations = tuple(lower(known, step) for step in traced.steps)
         self.strips, self._structure = strips, traced.structure
         rows: dict[int, int] = {}
@@ -77,13 +85,13 @@ class StripStage:
                 flags = operation.is_summed, operation.has_zeros, operation.is_late
                 values.append(RowValue(height, (), operation.rule, reads, *flags))
         plan = plan_rows(values, strips)
-        self._network = Network(operations, tuple(known.infos), len(inputs), traced.outputs, rows, plan)
+        self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
         self.outputs = tuple(self._boundary(number) for number in traced.outputs)
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and type of what `forward` of a strip returns for the next one."""
-        return tuple(self._network.shape_of(held) for held in self._network.held(strip))
+        return tuple(self._network.shape_of(held) for held in self._network.held[strip])
 
     def forward(
         self,

@@ -76,10 +76,14 @@ class Trace:
     structure: Any
 
 
-def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> Trace:
+class _RefusedError(Exception):
+    """What is wrong with a layer, and what to do."""
+
+
+def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], strips: int) -> Trace:
     """Trace named layers, each of which takes what the one before gives, in the mode that they are in.
 
-    `inputs` are tensors of the meta device.
+    `inputs` are tensors of the meta device, `strips` their number, for messages.
 
     Raises:
         ConfigError: a layer whose operations depend on values.
@@ -92,12 +96,12 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> 
         given = [values[number] for number in numbers]
         try:
             graph, structure, names = _graph_of(name, module, given)
-        except ConfigError:
-            raise
+            numbers = _append(steps, values, numbers, module, graph, names)
+        except _RefusedError as error:
+            raise ConfigError(KEY, strips, *error.args) from None
         except Exception as error:
             text = f"layer {name} cannot be traced into operations ({one_line(str(error))[:200]})"
-            raise ConfigError(KEY, "strips", text, f"set {KEY}=1") from error
-        numbers = _append(steps, values, numbers, module, graph, names)
+            raise ConfigError(KEY, strips, text, f"set {KEY}=1") from error
     return Trace(tuple(inputs), tuple(steps), tuple(numbers), structure)
 
 
@@ -186,7 +190,7 @@ def _append(
             found[node] = Weight(graph, str(node.target))
         elif node.op == "output":
             outputs = fx.node.map_arg(node.args[0], found.__getitem__)
-        else:
+        elif node.users or isinstance(node.meta.get("val"), Tensor):  # a choice of a type, say, is a plain value by now
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), found.__getitem__)
             _refuse_alias(node, names)
             value = map_tensors(_of_meta, node.meta["val"])
@@ -196,7 +200,7 @@ def _append(
             steps.append(Step(name, kind, call, node.target, args, kwargs, value))
     for position, each in enumerate(outputs):
         if isinstance(each, Weight):
-            raise ConfigError(KEY, "strips", f"output {position} of {names[node.name][0]} is a parameter")
+            raise _RefusedError(f"layer {names[node.name][0]} gives a parameter as output {position}", f"set {KEY}=1")
     return [each.number for each in outputs]
 
 
@@ -215,22 +219,18 @@ def _refuse_alias(node: fx.Node, names: dict[str, tuple[str, str, int]]) -> None
     changed = node.args[0] if node.args else None
     if not is_in_place(node.target) or not isinstance(changed, fx.Node):
         return
-    storage = _storage(changed)
-    seen, is_behind = [], False
-    for other in node.graph.nodes:
-        if other is node:
-            is_behind = True
-        elif is_behind:
-            seen += [each for each in other.all_input_nodes if each is not node and _storage(each) == storage]
-    earlier = {each for each in seen if each < node}
-    if earlier:
+    later = [other for other in node.graph.nodes if node < other]
+    if any(read < node and _base(read) is _base(changed) for other in later for read in other.all_input_nodes):
         text = f"layer {names[node.name][0]} changes in place ({node.target}) what has another name"
-        raise ConfigError(KEY, "strips", text, f"write to a new tensor, or set {KEY}=1")
+        raise _RefusedError(text, f"write to a new tensor, or set {KEY}=1")
 
 
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a node's value is part of."""
+    returned = getattr(getattr(node.target, "_schema", None), "returns", ())
+    is_view = node.target is operator.getitem or any(each.alias_info is not None for each in returned)
+    first = node.args[0] if is_view and node.args else None
+    return _base(first) if isinstance(first, fx.Node) else node
 
 
 def is_in_place(target: Any) -> bool:

@@ -60,7 +60,7 @@ class ValueStrip:
         copied: what of these is written in front of the new rows.
         kept: what is kept for the next strip.
         window: the rows that are read of others to make the new ones; where they are zeros, some outside of the map.
-        taken: the pieces that hold these rows, of each value that is read; nothing where no row is read.
+        taken: the pieces that hold these rows, of each value that is read.
     """
 
     new: Span
