@@ -123,7 +123,7 @@ def test_strips_of_any_height_and_more_of_them_than_rows_of_deep_layers() -> Non
 
 @pytest.mark.parametrize(("name", "most"), [("resnet50", 1.12), ("vgg16", 1.12), ("convnext", 1.12)])
 def test_what_is_saved_for_backward(name: str, most: float) -> None:
-    """Of 16 strips of a high image, over what the whole image saves; and no more is held beside that."""
+    """Of 16 strips of a high image, over what the whole image saves."""
     make, _, width = NETWORKS[name]
     image = torch.randn(1, 3, 1024, width)
     layers = [(label, module.float()) for label, module in make(image)]
@@ -137,6 +137,21 @@ def test_what_is_saved_for_backward(name: str, most: float) -> None:
         for first, last in spans(ends):
             sample.forward([image[:, :, first:last].clone()])
     assert strips.saved_bytes <= most * whole.saved_bytes
+
+
+def test_several_outputs_keep_their_structure_and_run_without_gradients() -> None:
+    image = torch.randn(1, 3, 9, 8, dtype=DTYPE)
+    layer = Function(lambda self, x: {"map": x * 2, "rest": [x.mean((2, 3)), x[:, :, ::2]]})
+    (stage,) = cut_stages([("a", layer)], image, (4, 9))
+    with torch.no_grad():
+        first, kept = stage.forward(0, [image[:, :, :4]])
+        last, _ = stage.forward(1, [image[:, :, 4:]], kept)
+    assert first[1] is None
+    found = stage.structured([torch.cat([first[0], last[0]], 2), last[1], torch.cat([first[2], last[2]], 2)])
+    wanted = layer(image)
+    assert torch.equal(found["map"], wanted["map"])
+    assert torch.allclose(found["rest"][0], wanted["rest"][0], rtol=1e-12)
+    assert torch.equal(found["rest"][1], wanted["rest"][1])
 
 
 def test_weight_gradients_that_wait() -> None:

@@ -13,6 +13,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.models.mixed import Precision, compute_in
 from tests.autograd.strips_rig import Function, cut_stages
 
 
@@ -84,6 +85,12 @@ def test_the_same_layers_stream_where_nothing_needs_the_whole_image() -> None:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     layers = [("a", nn.Conv2d(3, 4, 3)), ("b", nn.BatchNorm2d(4).eval()), ("c", head)]
     cut_stages(layers, torch.zeros(2, 3, 16, 16), (8, 16))
+
+
+def test_mixed_precision_is_refused() -> None:
+    layer = compute_in(nn.Conv2d(3, 4, 3), Precision(torch.float32, torch.bfloat16))
+    with pytest.raises(ConfigError, match="layer a has mixed precision"):
+        cut_stages([("a", layer)], torch.zeros(1, 3, 8, 8), (4, 8))
 
 
 def test_a_network_of_the_zoo_with_batch_norm_is_refused_at_its_first_norm() -> None:
