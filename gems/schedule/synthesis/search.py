@@ -8,9 +8,16 @@ from random import Random
 
 from gems.schedule.synthesis.list_scheduler import NEVER, ListScheduler, Rules
 from gems.schedule.synthesis.pattern import Template
-from gems.schedule.synthesis.problem import Act, Acting, Problem, acting
+from gems.schedule.synthesis.problem import Act, Acting, Problem, acting, least_room
 from gems.schedule.synthesis.solver import is_small, solve
-from gems.schedule.synthesis.templates import Budget, acts_to_try, anneal, free_running, patterns
+from gems.schedule.synthesis.templates import (
+    Budget,
+    acts_to_try,
+    anneal,
+    free_running,
+    in_whole_micro_batches,
+    patterns,
+)
 
 GREEDY, PATTERN, ANNEALING, SOLVER = "greedy", "pattern", "annealing", "solver"
 QUICK = ((1.0, 0.5), (2.0, NEVER), (0.0, NEVER), (NEVER, NEVER), (4.0, 1.0))
@@ -19,7 +26,7 @@ DEFERS = (0.0, 0.25, 0.5, 1.0, 4.0, NEVER)
 AHEADS = (2, 4, 3, 1, 6)
 PATIENCES = (0.0, 0.0, 0.0, 0.25, 0.5)
 NUM_REFINED, NUM_CLIMBED, MAX_REFINED = 8, 3, 3000
-PATTERN_SHARE, SOLVER_SHARE, SCREEN_SHARE, REFINE_SHARE = 0.3, 0.2, 0.5, 0.5
+PATTERN_SHARE, WHOLE_SHARE, SOLVER_SHARE, SCREEN_SHARE, REFINE_SHARE = 0.3, 0.05, 0.2, 0.5, 0.5
 NUM_SOLVED = 2
 CLIMB_FAIR = 0.6
 OVERHEAD_STEPS = 150
@@ -128,6 +135,12 @@ class Search:
                             fastest = min(fastest, _pace(problem, template))
                             better = anneal(problem, acts, template, own, self.random)
                             found += [] if better is None else [(problem, acts, ANNEALING, better)]
+        whole = [(in_whole_micro_batches(problem), acts, group) for problem, acts, group in cells]
+        lower = [(one, acts, group) for one, acts, group in whole if one and least_room(one, acts) <= one.cap]
+        with self.budget.share(WHOLE_SHARE) as budget:
+            for i, (problem, acts, group) in enumerate(lower):
+                with budget.share(3.0 / (len(lower) - i + 2)) as own:
+                    found += [(problem, acts, PATTERN, template) for template in patterns(problem, acts, group, own)]
         made = [case for case in found if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
         made.sort(key=lambda case: _pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has time of its own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from math import ceil, exp
 from random import Random
@@ -14,6 +15,7 @@ from random import Random
 from gems.schedule.synthesis.pattern import Template, pattern
 from gems.schedule.synthesis.problem import Act, Problem, least_room
 
+WHOLE = (2, 3)  # micro-batches
 KEEP_EIGHTHS = (0, 1, 2, 3, 4, 6)
 ROUNDS, LATENCY_ROUNDS = 1500, 300
 LATENCY_WEIGHT, COLD = 0.02, 0.002
@@ -45,6 +47,20 @@ class Budget:
         share = Budget(int(self.left * part))
         yield share
         self.spent += share.spent
+
+
+def in_whole_micro_batches(problem: Problem) -> Problem | None:
+    """Return a problem with the cap lowered to two or three whole micro-batches on the heaviest rank, if it is between.
+
+    A rank that starts the first stages of one more micro-batch than it can hold blocks the room for those that could
+    end, so a list found under the lower cap, which keeps the higher one too, may be much faster. With one micro-batch
+    too much of the cap would be lost, with more than three the part is small.
+    """
+    held = [problem.stages_of(rank, way) for rank in range(problem.num_ranks) for way in range(problem.num_directions)]
+    heaviest = max(1, *(sum(problem.size[stage] for stage in stages) for stages in held))
+    whole = problem.cap // heaviest
+    is_between = whole in WHOLE and problem.cap - whole * heaviest > heaviest // 1000
+    return replace(problem, cap=whole * heaviest) if is_between else None
 
 
 def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]:

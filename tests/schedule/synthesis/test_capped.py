@@ -185,3 +185,19 @@ def test_a_wave_lowers_the_least_cap_of_unequal_stages() -> None:
 def test_no_placement_has_more_stages_than_the_model_has_parts() -> None:
     assert capped(request(4, 6, 1.0, max_stages=15)).schedule.num_stages <= 15
     assert capped(request(4, 6, 1.0, max_stages=16, placements=("wave",))).schedule.num_stages == 16
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_micro_batches", "times", "seed"),
+    [(9, 53, (0.97, 1.23, 0.92), 494), (10, 27, (0.8, 1.14, 0.32), 171)],
+)  # fmt: skip
+def test_a_part_of_a_micro_batch_more_gives_no_slower_list(
+    num_ranks: int, num_micro_batches: int, times: tuple[float, float, float], seed: int
+) -> None:
+    """Half a micro-batch more was hoarded by each rank, and the step took 1.8 times as long."""
+    asked = request(
+        num_ranks, num_micro_batches, 2.0, costs=DepthCosts(num_ranks, *times), network=Network(latency=1.0)
+    )
+    asked = replace(asked, budget_s=0.2, seed=seed)
+    spans = [capped(replace(asked, cap=cap)).span for cap in (2.0, 2.25, 2.5)]
+    assert max(spans[1:]) <= spans[0] * 1.005
