@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gems.config.schema import RunSpec
 from gems.memory.timeline import acting_stage_costs
-from gems.partition.methods import partition_model
+from gems.partition.methods import optimizer_name, partition_model
 from gems.partition.step_time import Boundaries, Cost, shortest_step
 from gems.profile import ModelProfile
 from gems.schedule.action import Action, Kind
@@ -47,7 +47,9 @@ class ModelCosts:
     def __repr__(self) -> str:
         """Return all that the costs depend on, as a part of the key under which a search is kept."""
         spec = self._spec
-        facts = (spec.partition, spec.parallel.boundaries, spec.memory.min_offload_bytes, self._rates)
+        facts = (
+            spec.partition, spec.parallel.boundaries, optimizer_name(spec), spec.memory.min_offload_bytes, self._rates,
+        )  # fmt: skip
         return repr((facts, self.profile, sorted(self._given.items(), key=repr)))
 
     @cached_property

@@ -115,6 +115,12 @@ def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> N
     assert costs.num_stages == found.schedule.num_stages
 
 
+def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
+    """What the optimizer keeps of the weights is a part of the peak bytes that some methods balance."""
+    adam = replace(spec, optimizer=replace(spec.optimizer, name="adam"))
+    assert repr(ModelCosts(adam, made_up(3))) != repr(ModelCosts(spec, made_up(3)))
+
+
 def test_given_boundaries_are_those_of_the_schedule(spec: RunSpec) -> None:
     cut = [0, 3, 5, 8, NUM_LAYERS]
     spec = replace(spec, schedule=replace(spec.schedule, activation_cap=2.0))
