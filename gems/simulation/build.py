@@ -127,7 +127,9 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
 def model_request(spec: RunSpec, model: ModelCosts) -> Request:
     """Return what a search over the stages of a profiled model is asked for, in the units of `model`."""
     unit_s, link = model.unit_s, spec.cost.link / model.unit_s
-    cost = replace(spec.cost, unit_s=unit_s, link=link, activation_bytes=model.unit_bytes)
+    cost = replace(spec.cost, unit_s=unit_s, link=link)
+    if spec.schedule.activation_cap_bytes is not None:
+        cost = replace(cost, activation_bytes=model.unit_bytes)  # the model is cut for it
     request = schedule_request(replace(spec, cost=cost))
     num_layers, boundaries = model.profile.num_layers, spec.parallel.boundaries
     return replace(

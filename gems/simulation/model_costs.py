@@ -96,7 +96,11 @@ class ModelCosts:
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
         """Return the same with another cut for a placement."""
-        return ModelCosts(self._spec, self.profile, self._given | {placement: boundaries})
+        made = ModelCosts(self._spec, self.profile, self._given | {placement: boundaries})
+        made.unit_bytes = self.unit_bytes  # that of the model, whatever its cuts
+        made._cuts = self._cuts | made._cuts
+        made._made = {known: costs for known, costs in self._made.items() if known != placement}
+        return made
 
     @property
     def _rates(self) -> tuple[float, float]:

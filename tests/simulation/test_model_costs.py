@@ -11,6 +11,7 @@ import gems.partition.methods
 import gems.runs.run_plan
 import gems.simulation.build
 import gems.simulation.memory_case
+import gems.simulation.model_costs
 import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, MemoryConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
@@ -119,6 +120,14 @@ def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
     """What the optimizer keeps of the weights is a part of the peak bytes that some methods balance."""
     adam = replace(spec, optimizer=replace(spec.optimizer, name="adam"))
     assert repr(ModelCosts(adam, made_up(3))) != repr(ModelCosts(spec, made_up(3)))
+
+
+def test_the_unit_is_found_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelCosts(spec, made_up(3))
+    unit_bytes = model.unit_bytes
+    monkeypatch.setattr(gems.simulation.model_costs, "partition_model", None)
+    assert model.with_cut(linear(2), (0, 5, NUM_LAYERS)).unit_bytes == unit_bytes
+    assert model_request(spec, ModelCosts(spec, made_up(3))).cap == 1.0, "no unit is needed for a cap in units"
 
 
 def test_given_boundaries_are_those_of_the_schedule(spec: RunSpec) -> None:
