@@ -61,6 +61,13 @@ class ModelCosts:
         costs = self._in_bytes(boundaries)
         return max(1, round(max(*costs.activation, *costs.held_for_weights)))
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the cut of each placement stays, whatever schedule is found."""
+        method = self._spec.partition
+        is_by_time = method.name == "exact" and method.objective in ("auto", "time")
+        return self._spec.parallel.boundaries is not None or not is_by_time
+
     def cut(self, placement: Placement) -> Boundaries:
         """Return where the model is cut into the stages of a placement."""
         if placement not in self._cuts:
@@ -77,13 +84,14 @@ class ModelCosts:
         """Return the costs of the stages between boundaries, in units."""
         return self._in_bytes(boundaries).in_units(self.unit_s, self.unit_bytes)
 
-    def faster_cut(self, schedule: Schedule, network: Network, cap: float | None) -> Boundaries:
+    def faster_cut(self, schedule: Schedule, network: Network, cap: float | None, share: float = 1.0) -> Boundaries:
         """Return the cut with which the steps of a schedule are shortest among those near the cut of its placement.
 
-        It keeps the cap. Boundaries that are given, or made by another method or for another objective than time, stay.
+        It keeps the cap. `share` is the part of the most cuts that may be simulated. Boundaries that are given, or made
+        by another method or for another objective than time, stay.
         """
-        best, method = self.cut(schedule.placement), self._spec.partition
-        if self._spec.parallel.boundaries or method.name != "exact" or method.objective not in ("auto", "time"):
+        best = self.cut(schedule.placement)
+        if self.is_cut:
             return best
 
         def cost(boundaries: Boundaries) -> Cost:
@@ -92,7 +100,7 @@ class ModelCosts:
             is_kept = cap is None or peak <= cap + TOLERANCE
             return simulate(schedule, costs, network).span if is_kept else math.inf, peak
 
-        return shortest_step(best, cost, sum(map(len, schedule.rows)))[0]
+        return shortest_step(best, cost, math.ceil(sum(map(len, schedule.rows)) / share))[0]
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
         """Return the same with another cut for a placement."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import gems.partition.methods
+import gems.partition.step_time
 import gems.runs.run_plan
 import gems.simulation.build
 import gems.simulation.memory_case
@@ -114,6 +116,20 @@ def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> N
     assert max(found.peak) <= 1.5 + 1e-9
     costs = model.at(boundaries)
     assert costs.num_stages == found.schedule.num_stages
+
+
+def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_profile(30, 3, decay=0.9)
+    monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: profile)
+    monkeypatch.setattr(gems.partition.step_time, "MAX_SIMULATED", 10_000)
+    spans = []
+    for cap in (1.5, 2.0, 3.0):
+        schedule = replace(spec.schedule, activation_cap=cap, budget_s=0.1)
+        parallel, deeper = ParallelConfig(partitions=4, micro_batches=8), replace(spec.model, depth=56)
+        asked = replace(spec, schedule=schedule, parallel=parallel, model=deeper)
+        model = ModelCosts(asked, profile)
+        spans.append(search_with_cut(model_request(asked, model), model)[0].span)
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(spans)), spans
 
 
 def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:
