@@ -36,7 +36,7 @@ from gems.utils.cache import cached
 
 SEARCH = 3  # another number for searches that would find other schedules
 MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
-MAX_CLIMBED = 512  # ranks x micro-batches (or strips) up to which it is: a search of more takes far longer than its budget
+MAX_CLIMBED = 512  # ranks x micro-batches up to which it is: a search of more takes far longer than its budget
 LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
 SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
 FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
