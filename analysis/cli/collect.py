@@ -58,7 +58,7 @@ def _merged(folder: RunFolder) -> Loaded:
     """Join the parts, add rank 0's results, and write the trace."""
     loaded = load_parts(folder.path)
     trace, result = loaded.trace, read_json(folder.result_json)
-    trace.attributes |= {name: result[name] for name in RESULTS if name in result}
+    trace.attributes |= {name: result[name] for name in RESULTS if result.get(name) is not None}
     if "schedule_rows" in result:
         trace.schedule_rows = tuple(result["schedule_rows"])
         trace.schedule_sha256 = str(result.get("schedule_sha256", ""))

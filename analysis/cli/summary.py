@@ -142,9 +142,9 @@ def _memory_rows(metrics: Metrics, trace: Trace) -> list[Row]:
                 rows.append((f"{label}, {which} of {len(known)} ranks", f"{unit.show(peak)} on rank {-rank}"))
     rows = rows or [("peak, device ledger", UNKNOWN)]
     held, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
-    if held is not None and predicted is not None and max(map(int, held), default=0):
+    if held is not None and max(map(int, held), default=0):
         rank = max(range(len(held)), key=lambda rank: int(held[rank]))
         unit = bytes_unit([int(held[rank])])
-        beside = f"(predicted {unit.show(int(predicted[rank]))}) on rank {rank}"
-        rows.append((f"peak, activations [{unit.name}]", f"{unit.show(int(held[rank]))} {beside}"))
+        beside = "" if predicted is None else f"(predicted {unit.show(int(predicted[rank]))}) "
+        rows.append((f"peak, activations [{unit.name}]", f"{unit.show(int(held[rank]))} {beside}on rank {rank}"))
     return rows

@@ -41,8 +41,11 @@ class RandomDraws:
             if module in self._watched or (type(module).__module__.startswith("torch.") and not is_known):
                 continue
             self._watched.add(module)
-            name = path if path and self._has_paths else f"{layer}.{path}"
-            _Stream(self, zlib.crc32(name.encode()), is_known).attach(module)
+            _Stream(self, zlib.crc32(self.name_of(layer, path).encode()), is_known).attach(module)
+
+    def name_of(self, layer: str, path: str) -> str:
+        """Return the name of the stream of a module, which has a path in its layer."""
+        return path if path and self._has_paths else f"{layer}.{path}"
 
     def at(self, step: int, micro_batch: int) -> None:
         """Name the micro-batch that runs next, by its number in the global batch."""

@@ -40,18 +40,22 @@ def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
 
 
 class StashMeter(torch.autograd.graph.saved_tensors_hooks):
-    """Measures what autograd saves inside a `with` block: each storage once, without those of `known`."""
+    """Measures what autograd saves inside a `with` block: each storage once, without those of `known`.
+
+    Attributes:
+        saved: the bytes of storages by address.
+    """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = storage_addresses(known)
-        self._saved: dict[int, int] = {}
+        self.saved: dict[int, int] = {}
         # saved-tensor hooks switch off autograd's own check for changes in place
         super().__init__(self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward"))
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._known:
-            self._saved[storage.data_ptr()] = storage.nbytes()
+            self.saved[storage.data_ptr()] = storage.nbytes()
         return tensor, tensor._version
 
     def __enter__(self) -> Self:  # type: ignore[override]
@@ -61,4 +65,4 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
     @property
     def saved_bytes(self) -> int:
         """Bytes of the storages saved so far."""
-        return sum(self._saved.values())
+        return sum(self.saved.values())

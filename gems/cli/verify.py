@@ -33,10 +33,11 @@ def verify(spec: RunSpec, options: Options) -> int:
         f"({found.worst})"
     )
     held, predicted = (
-        " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes)
+        " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
     )
     agreement = "as predicted" if found.has_predicted_bytes else f"PREDICTED {predicted}"
-    print(f"activations at most, bytes by rank: {held}, {agreement}")
+    beside = "" if found.predicted_activation_bytes is None else f", {agreement}"
+    print(f"activations at most, bytes by rank: {held}{beside}")
     if found.unsplit_layers:
         print(f"full backward at I, because it cannot be split: {', '.join(found.unsplit_layers)}")
     return is_wrong

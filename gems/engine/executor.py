@@ -150,7 +150,7 @@ class Executor:
         outputs = run(micro_batch, inputs.pop(), loss, self._has(Kind.I, action))
         if loss is None:
             self.router.put(action, outputs)
-        self.activations.count_bytes(segment.stash_bytes or 0)
+        self.activations.count_bytes(segment.brought_bytes(micro_batch))
         self._count_between_segments()
         self._recorder.compute(action, start)
 
@@ -164,24 +164,25 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         segment, received = self._segment(action), self.router.take(action) or ()
-        start = self._recorder.timestamp()
-        gradients, inputs = segment.backward(_micro_batch(action), self._output_gradients(action, received))
-        self.activations.count_bytes(-(segment.stash_bytes or 0))
+        start, micro_batch = self._recorder.timestamp(), _micro_batch(action)
+        gradients, inputs = segment.backward(micro_batch, self._output_gradients(action, received))
+        self.activations.count_bytes(-segment.kept_bytes(micro_batch))
         self._put_gradients(action, gradients, received)
-        self.router.release(inputs, action._replace(kind=Kind.F))
-        self.router.release(received, action)
+        if self.schedule.num_strips > 1:  # weight gradients of a strip behind this one may read its inputs
+            self._lend(action, inputs, received)
+        else:
+            self.router.release(inputs, action._replace(kind=Kind.F))
+            self.router.release(received, action)
         self._count_between_segments()
         self._recorder.compute(action, start)
 
     def _input_gradient(self, action: Action) -> None:
         segment, received = self._segment(action), self.router.take(action) or ()
-        start = self._recorder.timestamp()
-        gradients, inputs = segment.backward_input(_micro_batch(action), self._output_gradients(action, received))
-        self.activations.count_bytes((segment.held_for_weights_bytes or 0) - (segment.stash_bytes or 0))
+        start, micro_batch = self._recorder.timestamp(), _micro_batch(action)
+        gradients, inputs = segment.backward_input(micro_batch, self._output_gradients(action, received))
+        self.activations.count_bytes(segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch))
         self._put_gradients(action, gradients, received)
-        self.router.borrow(inputs, action._replace(kind=Kind.F))
-        self.router.borrow(received, action)
-        self.router.release_borrowed(action, self._still_read(action))
+        self._lend(action, inputs, received)
         self._count_between_segments()
         self._recorder.compute(action, start)
 
@@ -189,16 +190,22 @@ class Executor:
         segment = self._segment(action)
         start = self._recorder.timestamp()
         segment.backward_weight(_micro_batch(action))
-        self.activations.count_bytes(-(segment.held_for_weights_bytes or 0))
+        self.activations.count_bytes(-segment.held_bytes(_micro_batch(action)))
         self.router.release_borrowed(action, self._still_read(action))
         self._recorder.compute(action, start)
+
+    def _lend(self, action: Action, inputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> None:
+        """Release what a backward has used, except what weight gradients will read."""
+        self.router.borrow(inputs, action._replace(kind=Kind.F))
+        self.router.borrow(received, action)
+        self.router.release_borrowed(action, self._still_read(action))
 
     def _infer(self, action: Action) -> None:
         inputs = self._inputs(action)
         start = self._recorder.timestamp()
         output = self._segment(action).infer(inputs)
         if action.stage == self._last_stage:
-            self._measure(output, self._batch.labels[_micro_batch(action)])
+            self._measure(output, self._batch.labels[self._whole(action)])
         else:
             self.router.put(action, copy_shared(as_tuple(output), inputs))
         self.router.release(inputs, action)
@@ -233,10 +240,14 @@ class Executor:
 
     def _begin_draws(self, action: Action) -> None:
         if self._draws is not None:
-            self._draws(self._step, _micro_batch(action))
+            self._draws(self._step, self._whole(action))
 
     def _has(self, kind: Kind, action: Action) -> bool:
         return self.schedule.has(kind, action.stage, action.micro_batch, action.direction, action.segment)
+
+    def _whole(self, action: Action) -> int:
+        """Return the micro-batch, where actions run strips of one."""
+        return _micro_batch(action) // self.schedule.num_strips
 
     def _segment(self, action: Action) -> Stage:
         return self._segments[action.direction, action.stage, action.segment]
@@ -248,7 +259,7 @@ class Executor:
         """Return the loss function of a micro-batch at the end of the model; recomputation counts no metrics."""
         if not self._ends_in_loss(action):
             return None
-        labels = self._batch.labels[_micro_batch(action)]
+        labels = self._batch.labels[self._whole(action)]
         loss = self._loss_function
         assert loss is not None
         if action.kind is Kind.R:
@@ -257,7 +268,7 @@ class Executor:
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         found = self.router.take(action)
-        return (self._batch.images[_micro_batch(action)],) if found is None else found
+        return (self._batch.images[self._whole(action)],) if found is None else found
 
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self._ends_in_loss(action):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,7 @@ from gems.engine.optimization.update import Update
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
+from gems.engine.strips.build import draws_in, find_forms
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
@@ -84,7 +86,7 @@ class Pipeline:
 
     def _micro_batches(self, stage: int) -> list[int]:
         rank_of = self.schedule.placement.rank_of
-        return [m for m, way in sorted(self.schedule.directions().items()) if rank_of(way, stage) == self.rank]
+        return [m for m, way in sorted(self.schedule.whole_directions().items()) if rank_of(way, stage) == self.rank]
 
     def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
         """Return the modules of a stage on this rank, in order, with the names of their layers."""
@@ -136,7 +138,6 @@ def build_pipeline(
     if placement.feeders is None:
         boundaries = boundaries or partition_model(spec, schedule).boundaries
     stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
-    output_specs = stage_modules.output_specs(spec, precision)
     num_sharers = ranks_here(comm)
     hang_timeout_s, spin_s = spec.train.hang_timeout_s, spin_time_s(num_sharers)
     reduce_timer_slack()
@@ -144,7 +145,6 @@ def build_pipeline(
     open_group = partial(Transport.of_group, comm, hang_timeout_s=hang_timeout_s, spin_s=spin_s, wait_state=wait_state)
     transports = [open_group(replica) for _ in range(schedule.num_directions)]
     staging = open_staging(spec.machine.transport, device, comm)
-    channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     mine = placement.stages_on(rank)
     built = [
         stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, precision, device)
@@ -153,7 +153,20 @@ def build_pipeline(
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
-    stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
+    in_strips = find_forms(spec, stage_modules, modules, precision) if schedule.num_strips > 1 else None
+    output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
+    channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
+    draws = RandomDraws(spec.seed, spec.model.target is not None)
+    named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
+    stages: dict[StageKey, Stage] = {
+        key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
+    }
+    if in_strips is not None:
+        seeds = {key: draws_in(of_stage, draws) for key, of_stage in named.items()}
+        stages.update(in_strips.open(modules, channels.poll, device, seeds))
+    for name, layer in itertools.chain.from_iterable(named.values()):
+        draws.watch(name, layer)
+    first = replica * schedule.num_whole
     reduce_transport = open_group(placement.reduce_group(rank, parallel.replicas)[0])
     gradients = Gradients(modules, reduce_transport, dtype, device)
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
@@ -180,9 +193,9 @@ def build_pipeline(
     train = Executor(
         schedule, rank, stages, channels, recorder, heartbeat,
         loss=loss, step_weight=step_weight, update=update, segments=segments,
-        draws=_watch_draws(spec, stage_modules, modules, replica * schedule.num_micro_batches),
+        draws=lambda step, micro_batch: draws.at(step, first + micro_batch),
     )  # fmt: skip
-    forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
+    forward = validate(lower(forward_only(placement, min(schedule.num_whole, 2 * placement.num_stages))))
     evaluation_specs = stage_modules.output_specs(spec, precision, training=False)
     evaluation_channels = P2PChannels(forward, rank, evaluation_specs, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
@@ -218,14 +231,3 @@ def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
     if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
         return spec.data.train_samples
     return int(broadcast(comm, open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None))
-
-
-def _watch_draws(
-    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], first: int
-) -> Callable[[int, int], None]:
-    """Give the modules of a rank their random numbers; `first` is its replica's first micro-batch in a step."""
-    draws = RandomDraws(spec.seed, spec.model.target is not None)
-    for (_, stage), layers in modules.items():
-        for name, layer in zip(stages.layer_names(stage), layers, strict=True):
-            draws.watch(name, layer)
-    return lambda step, micro_batch: draws.at(step, first + micro_batch)

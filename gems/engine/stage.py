@@ -123,6 +123,18 @@ class Stage:
         """Return the addresses of the storages that `backward_weight` of a micro-batch will read."""
         return storage_addresses(self._deferred[micro_batch].tensors()) if micro_batch in self._deferred else set()
 
+    def brought_bytes(self, micro_batch: int) -> int:
+        """Return by how much forward of a micro-batch changed the bytes that are kept."""
+        return self.kept_bytes(micro_batch)
+
+    def kept_bytes(self, micro_batch: int) -> int:
+        """Return what backward of a micro-batch frees of the bytes that forward kept."""
+        return self.stash_bytes or 0
+
+    def held_bytes(self, micro_batch: int) -> int:
+        """Return what `backward_input` of a micro-batch left for `backward_weight`."""
+        return self.held_for_weights_bytes or 0
+
     def reset(self) -> None:
         """Drop all micro-batches in flight, after a failed step."""
         self._stash.clear()

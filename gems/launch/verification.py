@@ -20,7 +20,8 @@ class Verification:
     """How far a configured run is from one unsplit process, over all steps, ranks, directions and replicas.
 
     Both computed in `dtype`. Errors are relative, and `worst` is the tensor of the largest, with its rank and step.
-    Bytes are the peaks of activations on each rank, as counted and as predicted from the schedule. The backward of
+    Bytes are the peaks of activations on each rank, as counted and, without strips, as predicted from the schedule. The
+    backward of
     `unsplit_layers` cannot be split, in a schedule that splits it.
     """
 
@@ -31,7 +32,7 @@ class Verification:
     statistics_error: float
     worst: str
     peak_activation_bytes: tuple[int, ...]
-    predicted_activation_bytes: tuple[int, ...]
+    predicted_activation_bytes: tuple[int, ...] | None
     unsplit_layers: tuple[str, ...]
 
     @property
@@ -41,8 +42,8 @@ class Verification:
 
     @property
     def has_predicted_bytes(self) -> bool:
-        """Whether every rank held the bytes of activations that were predicted."""
-        return self.peak_activation_bytes == self.predicted_activation_bytes
+        """Whether every rank held the bytes of activations that were predicted, if they were."""
+        return self.predicted_activation_bytes is None or self.peak_activation_bytes == self.predicted_activation_bytes
 
 
 def steps_of(precision: str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import CostConfig, RunSpec
+from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan, plan_of_schedule
@@ -19,10 +20,11 @@ from gems.models import layers_of
 from gems.partition.methods import partition_case, profile_used
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import CAPPED
+from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
+from gems.schedule.strips import without_strips
 from gems.schedule.validate import validate
 from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
@@ -33,6 +35,7 @@ from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
 from gems.utils.cache import cached
 
 MAX_ACTIONS = 200_000  # simulated in some seconds
+KEY = "parallel.strips"
 HAS_CLOCK = ("real", "emulated")
 WITHOUT_RATES = ("auto", "cuda")  # machines with the default rates, which are those of a processor's core
 
@@ -91,10 +94,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
-    if spec.machine.kind == "real" and spec.parallel.strips > 1:
-        raise ConfigError(
-            "parallel.strips", spec.parallel.strips, "must be 1 for a run that trains", "simulate or emulate it"
-        )
+    check_strips(spec)
     run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
     check_batch(spec)
@@ -102,14 +102,37 @@ def plan_run(spec: RunSpec) -> RunPlan:
         return RunPlan(spec, run.cost, schedule)
     if schedule.has_memory_actions:
         return _acting_plan(spec, run, schedule)
+    if schedule.num_strips > 1:  # their bytes are not predicted yet
+        boundaries = _unlimited_partition(run, without_strips(schedule))
+        return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
     boundaries = partition_of(run, schedule).boundaries
     schedule = _within_device(run, schedule, boundaries)
     if spec.memory.name == "keep":
-        profile = profile_of(run) if run.cost.name == PROFILE else profile_used(run, schedule)
-        return RunPlan(spec, run.cost, schedule, boundaries, profile)
+        return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
     case = memory_case(run, compute_only(schedule), boundaries)
     outcome = _outcome(run, case)
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
+
+
+def check_strips(spec: RunSpec) -> None:
+    """Check that a run that trains can do so in strips, as far as that is known without its layers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    strips, data = spec.parallel.strips, spec.data
+    if strips == 1 or spec.machine.kind != "real":
+        return
+    faults = {
+        f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
+        f"memory={spec.memory.name}": spec.memory.name != "keep",
+        "schedule.memory_actions": bool(spec.schedule.memory_actions),
+        f"train.precision={spec.train.precision}": spec.train.dtype != spec.train.compute_dtype,
+        f"schedule={spec.schedule.name}, a graph of stages": spec.schedule.name == PLACED,
+        f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
+    }
+    for fault in (text for text, is_so in faults.items() if is_so):
+        raise ConfigError(KEY, strips, f"must be 1 for a run that trains with {fault}")
 
 
 def plan_simulation(spec: RunSpec) -> RunPlan:
@@ -157,11 +180,11 @@ def predict(plan: RunPlan) -> Prediction:
 
 
 def predict_peak(plan: RunPlan) -> Peak | None:
-    """Return the peak bytes of a planned run, None if it has no profile."""
+    """Return the peak bytes of a planned run, None if it has no profile or runs in strips."""
     if plan.memory is not None:
         rank, on_host = plan.memory.fullest_rank, plan.memory.host_bytes
         return Peak(rank, plan.memory.peak_bytes[rank], node_host_bytes(plan.spec, on_host))
-    if plan.profile is None:
+    if plan.profile is None or plan.schedule.num_strips > 1:
         return None
     peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
     rank = peaks.index(max(peaks))
@@ -206,6 +229,11 @@ def _of_model(spec: RunSpec) -> RunSpec:
 def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
     """Return the boundaries of a run in which more than the partition decides what fits the device."""
     return partition_of(replace(run, machine=replace(run.machine, device_bytes=None)), schedule).boundaries
+
+
+def _profile(run: RunSpec, schedule: Schedule) -> ModelProfile | None:
+    """Return the profile that a run is planned with, if it needs one."""
+    return profile_of(run) if run.cost.name == PROFILE else profile_used(run, schedule)
 
 
 def _acting_plan(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:

@@ -140,6 +140,15 @@ class Schedule:
             if action.stage == 0 and action.kind is Kind.F and action.micro_batch is not None
         }
 
+    @property
+    def num_whole(self) -> int:
+        """Micro-batches of a step, each with all of its strips."""
+        return self.num_micro_batches // self.num_strips
+
+    def whole_directions(self) -> dict[int, int]:
+        """Return the direction of each micro-batch with all of its strips."""
+        return {number // self.num_strips: direction for number, direction in self.directions().items()}
+
     def digest(self) -> str:
         """Return the SHA-256 of the text of all rows, which ranks compare before the first step."""
         text = "\n".join(" ".join(map(str, row)) for row in self.rows)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.registry import Costs
@@ -36,6 +36,21 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
     rows = tuple(tuple(_strips_of(row, num_strips)) for row in schedule.rows)
     num = schedule.num_micro_batches * num_strips
     return replace(schedule, num_micro_batches=num, num_strips=num_strips, rows=rows)
+
+
+def without_strips(schedule: Schedule) -> Schedule:
+    """Return the compute-only list of whole micro-batches: each forward where its last strip is, and so backward."""
+    num, rows = schedule.num_strips, []
+    for row in schedule.rows:
+        ends = (num - 1 if action.kind is Kind.F else 0 for action in row)
+        rows.append(
+            tuple(
+                action._replace(micro_batch=action.micro_batch // num)
+                for action, end in zip(row, ends, strict=True)
+                if action.kind in COMPUTE_KINDS and action.micro_batch is not None and action.micro_batch % num == end
+            )
+        )
+    return replace(schedule, num_micro_batches=schedule.num_whole, num_strips=1, rows=tuple(rows), passes=())
 
 
 def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:

@@ -234,7 +234,7 @@ def _read(spec: RunSpec) -> Schedule:
         raise ConfigError("parallel.partitions", asked.partitions, f"must be {schedule.num_ranks}, the ranks of {path}")
     if schedule.num_strips != asked.strips:
         raise ConfigError("parallel.strips", asked.strips, f"must be {schedule.num_strips}, those of {path}")
-    num = schedule.num_micro_batches // schedule.num_strips
-    if num != asked.micro_batches:
-        raise ConfigError("parallel.micro_batches", asked.micro_batches, f"must be {num}, those of {path}")
+    if schedule.num_whole != asked.micro_batches:
+        fault = f"must be {schedule.num_whole}, those of {path}"
+        raise ConfigError("parallel.micro_batches", asked.micro_batches, fault)
     return compute_only(validate(schedule))

@@ -100,7 +100,7 @@ class Prediction:
         return {
             "source": "simulated", "memory": spec.memory.name, "schedule": self.schedule.name,
             "partitions": num_ranks, "replicas": spec.parallel.replicas, "world_size": spec.world_size,
-            "micro_batches": self.schedule.num_micro_batches // self.schedule.num_strips,
+            "micro_batches": self.schedule.num_whole,
             "strips": self.schedule.num_strips, "stages": self.schedule.num_stages,
             "directions": self.schedule.num_directions, "step_units": step.span, "step_s": self.step_s,
             "is_calibrated": None if confidence is None else confidence.is_calibrated,

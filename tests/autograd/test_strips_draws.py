@@ -67,6 +67,23 @@ def test_what_is_drawn_once_an_image_is_drawn_as_without_strips(module: Callable
     assert relative(output, whole) <= 1e-12
 
 
+def test_layers_draw_apart() -> None:
+    """Each from its own stream, though it is the first call in each."""
+    layers = [("a", nn.Dropout2d(0.5)), ("b", nn.Dropout2d(0.5))]
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, HEIGHT, 5, dtype=DTYPE)
+    draws = RandomDraws(7, has_paths=True)
+    draws.at(3, 5)
+    seeds = {zlib.crc32(name.encode()): zlib.crc32(draws.name_of(name, "").encode()) for name, _ in layers}
+    given = [torch.ones(image.shape, dtype=DTYPE)]
+    stages = cut_stages(layers, image, (6, HEIGHT))
+    (output,), _ = run_strips(stages, image, (6, HEIGHT), given, lambda name: draws.seed_of(seeds[name]))
+    for name, layer in layers:
+        draws.watch(name, layer)
+    (whole,) = run_whole(layers, image)
+    assert relative(output, whole) <= 1e-12
+
+
 def test_seeds_are_asked_for() -> None:
     image = torch.randn(2, 3, HEIGHT, 5, dtype=DTYPE)
     (stage,) = cut_stages(drawing(nn.Dropout(0.4)), image, (6, HEIGHT))

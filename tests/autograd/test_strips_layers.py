@@ -89,6 +89,7 @@ def test_max_pooling(
     ends: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool, is_branched: bool
 ) -> None:
     assume(padding <= kernel // 2)
+    assume(dilation <= ends[-1])  # torch's own backward writes anywhere if a window steps over the whole map
     pool = nn.MaxPool2d((kernel, 3), (stride, 2), (padding, 1), (dilation, 1), ceil_mode=ceil_mode)
     assume(fits(pool, ends[-1]))
     check(pool, ends, is_branched)

@@ -70,6 +70,12 @@ def of_two(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return functional.cross_entropy(outputs["out"], labels) + 0.4 * functional.cross_entropy(outputs["aux"], labels)
 
 
+def of_pixels_and_image(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """A loss of a model that gives scores for pixels and for the image, whose class is that of its first pixel."""
+    of_image = functional.cross_entropy(outputs["aux"], labels[:, 0, 0])
+    return functional.cross_entropy(outputs["out"], labels) + 0.4 * of_image
+
+
 def broken(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.view(-1, 7) - labels
 

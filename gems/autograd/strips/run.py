@@ -136,7 +136,7 @@ class StripRun:
         self._fresh: dict[int, dict[Span, Tensor]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._given: dict[int, Tensor | None] = {}
-        self._random: dict[int, list[Tensor]] = {}
+        self._random: dict[tuple[str, int], list[Tensor]] = {}  # by module and call of it
         for held, kept in zip(network.held[strip - 1] if strip else [], carries, strict=True):
             if held.kind == "rows":
                 self._carried.setdefault(held.number, []).append(kept)
@@ -335,9 +335,9 @@ class StripRun:
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
         outer = [generator.get_state() for generator in generators]
-        seed = self._draws(zlib.crc32(step.name.encode()))
-        if row is None and step.call in self._random:
-            for generator, state in zip(generators, self._random[step.call], strict=True):
+        seed, call = self._draws(zlib.crc32(step.name.encode())), (step.name, step.call)
+        if row is None and call in self._random:
+            for generator, state in zip(generators, self._random[call], strict=True):
                 generator.set_state(state)
         else:
             for generator in generators:
@@ -346,7 +346,7 @@ class StripRun:
             yield
         finally:
             if row is None:
-                self._random[step.call] = [generator.get_state() for generator in generators]
+                self._random[call] = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, outer, strict=True):
                 generator.set_state(state)
 

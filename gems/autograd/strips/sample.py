@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.storages import storage_addresses
 from gems.autograd.strips.run import Draws
 from gems.autograd.strips.stage import StripStage
 
@@ -19,7 +20,7 @@ _Edges = list[GradientEdge | None]
 
 
 @dataclass(slots=True)
-class _Cut:
+class Cut:
     """A place where the graph begins: the gradient that arrives there, and no tensor, which would be held."""
 
     gradient: Tensor | None = None
@@ -27,7 +28,7 @@ class _Cut:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, cut: _Cut, anchor: Tensor, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, cut: Cut, anchor: Tensor, tensor: Tensor) -> Tensor:
         ctx.cut = cut
         return tensor.detach()
 
@@ -40,7 +41,7 @@ class _Begin(Function):
 _apply: Callable[..., Tensor] = _Begin.apply
 
 
-def begin(cut: _Cut, tensor: Tensor) -> Tensor:
+def begin(cut: Cut, tensor: Tensor) -> Tensor:
     """Return a tensor at which a graph begins, whose gradient goes to `cut`."""
     return _apply(cut, torch.empty(0, requires_grad=True), tensor)
 
@@ -52,7 +53,7 @@ class StripSample:
         self._stage, self._draws, self._has_gradients = stage, draws, has_input_gradients
         self._carries: tuple[Tensor, ...] = ()
         self._edges: list[tuple[_Edges, _Edges]] = []
-        self._cuts: list[tuple[list[_Cut | None], list[_Cut | None]]] = []
+        self._cuts: list[tuple[list[Cut | None], list[Cut | None]]] = []
         self._given: list[Tensor | None] = []  # gradients of what a strip has kept, from the strip behind it
 
     @property
@@ -65,8 +66,8 @@ class StripSample:
     ) -> tuple[Tensor | None, ...]:
         """Run the next strip; return what it gives, detached."""
         is_cut = [self._has_gradients and tensor is not None and tensor.is_floating_point() for tensor in inputs]
-        here = [_Cut() if each else None for each in is_cut]
-        kept_cuts = [_Cut() if tensor.requires_grad else None for tensor in self._carries]
+        here = [Cut() if each else None for each in is_cut]
+        kept_cuts = [Cut() if tensor.requires_grad else None for tensor in self._carries]
         given = [tensor if cut is None or tensor is None else begin(cut, tensor)
                  for cut, tensor in zip(here, inputs, strict=True)]  # fmt: skip
         carried = [tensor if cut is None else begin(cut, tensor)
@@ -89,6 +90,10 @@ class StripSample:
         pairs = [(edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        theirs = storage_addresses(gradient for gradient in gradients if gradient is not None)
+        for cut in carried:  # the caller may change the memory of its gradients from now on
+            if cut is not None and cut.gradient is not None and storage_addresses([cut.gradient]) & theirs:
+                cut.gradient = cut.gradient.clone()
         self._given = [None if cut is None else cut.gradient for cut in carried]
         return tuple(None if cut is None else cut.gradient for cut in here)
 

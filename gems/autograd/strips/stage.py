@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.strips.kernels import drop_rows
 from gems.autograd.strips.lower import draws_numbers, lower
 from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known
 from gems.autograd.strips.run import Draws, Network, StripRun
@@ -62,6 +63,7 @@ class StripStage:
     Attributes:
         outputs: what the stage gives, which the next one takes as `inputs`.
         draws: whether it draws random numbers, for which `forward` needs seeds.
+        draws_by_row: the name of the first module that draws them row by row, unlike a layer that gets the whole image.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StripStage:
         plan = plan_rows(values, strips)
         self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
+        self.draws_by_row = next((each.step.name for each in operations if each.run is drop_rows), None)
         self.outputs = tuple(self._boundary(number) for number in traced.outputs)
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

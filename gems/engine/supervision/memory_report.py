@@ -19,15 +19,19 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
 
-def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, tuple[Any, ...]]:
+def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, Any]:
     """Return peak bytes of activations of each rank, counted and predicted, and layers that cannot be split.
 
     Of the steps so far; collective, after one step at least.
 
     Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
-    the run was planned with, or a fake profile.
+    the run was planned with, or a fake profile. Those of strips are not predicted: None.
     """
-    predicted = _bytes_from_stages(pipeline) if pipeline.segments is None else _bytes_from_profile(pipeline, profile)
+    predicted = None
+    if pipeline.segments is not None:
+        predicted = _bytes_from_profile(pipeline, profile)
+    elif pipeline.schedule.num_strips == 1:
+        predicted = _bytes_from_stages(pipeline)
     counted = tuple(allgather(pipeline.comm, pipeline.train.activations.peak_bytes))
     return {
         "peak_activation_bytes": counted, "predicted_activation_bytes": predicted,

@@ -47,8 +47,8 @@ class P2PChannels:
     ) -> None:
         """Look up peers, tags and sizes, once for all steps.
 
-        `boundaries` are the output tensors of each stage; gradients of those of a floating-point type travel back.
-        There is a transport for each direction.
+        `boundaries` are the output tensors of each stage, or of each strip of each stage in turn, which may be none;
+        gradients of those of a floating-point type travel back. There is a transport for each direction.
 
         Raises:
             ConfigError: this MPI has too few tags for the messages of a step.
@@ -63,7 +63,8 @@ class P2PChannels:
         self._transfers: dict[Action, _Transfer] = {}
         for action in schedule.rows[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
-                specs = boundaries[boundary_of(action)]
+                strip = (action.micro_batch or 0) % schedule.num_strips
+                specs = boundaries[boundary_of(action) * schedule.num_strips + strip]
                 if action.kind in (Kind.SEND_B, Kind.RECV_B):
                     specs = with_gradient(specs)
                 num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
@@ -104,6 +105,8 @@ class P2PChannels:
         posted_ns = time.perf_counter_ns()  # on a GPU not before the tensors have been computed
         for (buffer, done), tag in zip(ready, transfer.tags, strict=True):
             transfer.transport.send(buffer, transfer.peer, tag, done)
+        if not ready:
+            self._recorder.transfer(action, posted_ns, 0)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Release received tensors that nothing reads any more."""

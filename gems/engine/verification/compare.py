@@ -258,11 +258,11 @@ def _averages(layers: Iterable[tuple[str, nn.Module]], averages: Mapping[nn.Para
 
 def _copier(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
     """Yield the slices of the global batch of each copy's micro-batches."""
-    parallel, directions = spec.parallel, schedule.directions()
+    parallel, directions = spec.parallel, schedule.whole_directions()
     for replica in range(parallel.replicas):
         for direction in range(schedule.num_directions):
             yield [
-                micro_batch_slice(replica, m, schedule.num_micro_batches, parallel.micro_batch_size)
+                micro_batch_slice(replica, m, schedule.num_whole, parallel.micro_batch_size)
                 for m in sorted(directions)
                 if directions[m] == direction
             ]

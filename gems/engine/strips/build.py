@@ -1,0 +1,101 @@
+"""The stages of a rank in strips, and what passes between stages with each strip."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gems.autograd.random_draws import RandomDraws
+from gems.autograd.strips.run import Draws
+from gems.autograd.strips.stage import Boundary, StripStage
+from gems.autograd.strips.trace import KEY
+from gems.config.schema import RunSpec
+from gems.engine.stage import StageKey
+from gems.engine.stage_modules import StageModules
+from gems.engine.strips.passed import Passed
+from gems.engine.strips.stage import StageInStrips
+from gems.errors import ConfigError
+from gems.models.build import TensorSpec, input_spec
+from gems.models.mixed import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class StripForms:
+    """The streaming forms of the stages of a rank, what each takes, and what passes between all stages."""
+
+    forms: Mapping[StageKey, StripStage]
+    takes: Mapping[StageKey, Passed]
+    specs: Sequence[tuple[TensorSpec, ...]]  # of each strip of each stage but the last, in turn
+
+    def open(
+        self,
+        modules: Mapping[StageKey, nn.ModuleList],
+        poll: Callable[[], None],
+        device: torch.device,
+        draws: Mapping[StageKey, Draws],
+    ) -> dict[StageKey, StageInStrips]:
+        """Return the stages of the rank."""
+        return {
+            key: StageInStrips(of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key])
+            for key, of_stage in modules.items()
+        }
+
+
+def find_forms(
+    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], precision: Precision
+) -> StripForms:
+    """Return the streaming forms of a run's stages, the same on all ranks, which each trace the whole model.
+
+    Those of other ranks are traced without memory, for the rows that they give in each strip.
+
+    Raises:
+        ConfigError: a layer that needs the whole image.
+    """
+    strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
+    height = given.shape[2]
+    ends = tuple(height * (strip + 1) // strips for strip in range(strips))
+    passed = Passed((Boundary(given.shape, given.dtype, ends),), strips)
+    forms: dict[StageKey, StripStage] = {}
+    takes: dict[StageKey, Passed] = {}
+    specs: list[tuple[TensorSpec, ...]] = []
+    num_stages = len(stages.boundaries) - 1
+    for stage in range(num_stages):
+        names, form = stages.layer_names(stage), None
+        for key in [key for key in modules if key[1] == stage]:
+            form = forms[key] = _form(zip(names, modules[key], strict=True), passed)
+            takes[key] = passed
+        if form is None:
+            built = stages.build([stage], spec.seed, precision, "meta")[stage]
+            form = _form(zip(names, built, strict=True), passed)
+        passed = Passed(form.outputs, strips)
+        if stage < num_stages - 1:
+            specs += map(passed.specs, range(strips))
+    return StripForms(forms, takes, specs)
+
+
+def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Draws:
+    """Return the seeds of the modules of named layers, by the checksums of the names that they have in a trace.
+
+    They are those that the modules draw from without strips.
+    """
+    streams = {}
+    for name, layer in layers:
+        for path, _ in layer.named_modules():
+            traced = f"{name}.{path}" if path else name
+            streams[zlib.crc32(traced.encode())] = zlib.crc32(draws.name_of(name, path).encode())
+    return lambda checksum: draws.seed_of(streams[checksum])
+
+
+def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed) -> StripStage:
+    named = [(name, module.train()) for name, module in layers]
+    form = StripStage(named, passed.boundaries, passed.num_strips)
+    if form.draws_by_row is not None:
+        raise ConfigError(
+            KEY, passed.num_strips, f"layer {form.draws_by_row} drops values of a map, at random by rows, which no "
+            "process without strips does alike", f"use nn.Dropout2d, set its rate to 0, or set {KEY}=1",
+        )  # fmt: skip
+    return form

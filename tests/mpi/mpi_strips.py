@@ -1,0 +1,94 @@
+"""Strips against one unsplit process, in float64, on worlds of one to four ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
+from gems.engine.pipeline import build_pipeline
+from gems.engine.transport.mpi import broadcast
+from gems.engine.verification.compare import compare
+from gems.errors import ConfigError
+from gems.runs.run_plan import plan_run
+from tests.engine.toys import make_spec
+from tests.mpi.conftest import sub_world
+
+CPU = torch.device("cpu")
+OWN = "tests.models.own_streams."
+CLASSES = {"name": "synthetic", "num_classes": 3, "width_px": 8, "train_samples": 64, "validation_samples": 5}
+MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
+MODELS = {
+    "frozen": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3}}, CLASSES, {}),
+    "standardised": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, {}),
+    "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, {}),
+    "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
+    "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
+    "unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {"kwargs": {"weight": [1, 9]}}),
+    "dilated": ({"target": f"{OWN}Dilated"}, MASKS, {}),
+    "two outputs": (
+        {"target": f"{OWN}Dilated", "kwargs": {"has_class": True}}, MASKS,
+        {"target": "tests.engine.own_losses.of_pixels_and_image"},
+    ),
+}  # fmt: skip
+CAPPED = {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}
+RUNS = [
+    ("frozen", "layer_parallel", 1, 1, 2, 37, {}),
+    ("frozen", "1f1b", 2, 2, 3, 37, {}),
+    ("frozen", "zb_h1", 4, 1, 7, 41, {}),
+    ("frozen", "capped", 4, 1, 3, 40, CAPPED),
+    ("standardised", "zb_h1", 2, 1, 3, 37, {}),
+    ("standardised", "gems_master", 2, 2, 7, 37, {}),
+    ("resnet", "gems_master", 4, 1, 3, 20, {}),
+    ("resnet", "zb_v", 2, 2, 2, 19, {}),
+    ("resnet", "interleaved_1f1b", 2, 1, 7, 23, {}),
+    ("vgg", "capped", 2, 1, 2, 37, CAPPED),
+    ("alexnet", "1f1b", 4, 1, 2, 79, {}),
+    ("unet", "1f1b", 1, 1, 7, 20, {}),
+    ("unet", "zb_h1", 4, 1, 3, 28, {}),
+    ("unet", "gems_master", 2, 2, 2, 20, {}),
+    ("unet", "capped", 2, 1, 3, 20, CAPPED),
+    ("dilated", "1f1b", 2, 2, 3, 22, {}),
+    ("dilated", "zb_h1", 4, 1, 7, 22, {}),
+    ("two outputs", "zb_h1", 2, 1, 3, 22, {}),
+    ("two outputs", "gems_master", 2, 1, 7, 22, {}),
+]  # fmt: skip
+
+
+def strip_spec(name: str, schedule: str, partitions: int, replicas: int, strips: int, height: int, **more) -> RunSpec:
+    model, data, loss = MODELS[name]
+    return make_spec(
+        schedule, partitions, replicas, model=ModelConfig(**model), data=DataConfig(**data, height_px=height),
+        loss=LossConfig(**loss), parallel__strips=strips, train__precision="float64", **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "schedule", "partitions", "replicas", "strips", "height", "more"), RUNS)
+def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strips, height, more):
+    spec = strip_spec(name, schedule, partitions, replicas, strips, height, **more)
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
+    assert made.schedule.num_strips == strips
+    found = compare(spec, part, CPU, made.schedule, made.boundaries)
+    assert found.max_rel_error <= 1e-12, found
+    assert found.predicted_activation_bytes is None and max(found.peak_activation_bytes) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (
+            {"name": "resnet", "depth": 8, "width": 4, "norm": "batch"},
+            "BatchNorm2d.*needs statistics of the whole image",
+        ),
+        ({"target": f"{OWN}DropValues"}, "layer conv.drop drops values of a map"),
+    ],
+)
+def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, why):
+    spec = make_spec(
+        "1f1b", 2, 2, model=ModelConfig(**model), data=DataConfig(**CLASSES, height_px=16), parallel__strips=2
+    )
+    with pytest.raises(ConfigError, match=f"parallel.strips=2: .*{why}"):
+        build_pipeline(spec, comm, CPU)
