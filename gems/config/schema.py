@@ -81,7 +81,9 @@ class ModelConfig:
         16, "channels of the first convolution, to which the others keep their proportion; of a language model, "
         "the size of hidden states", min=1, max=MAX_SIDE,
     )  # fmt: skip
-    norm: str = text("batch", "normalization: batch, group or none")
+    norm: str = text(
+        "batch", "normalization: batch, frozen_batch (by running statistics), group, layer (over channels) or none"
+    )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
     auxiliary: bool = flag(False, "add the auxiliary classifier of Inception v3")
     vocabulary: int = number(32000, "tokens that a language model knows", max=MAX_COUNT)

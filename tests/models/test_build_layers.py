@@ -21,6 +21,8 @@ VARIANTS = [
     ModelConfig(depth=11, version=2),
     ModelConfig(depth=11, version=2, shortcut="identity"),
     ModelConfig(depth=8, norm="group", width=12),
+    ModelConfig(depth=8, norm="frozen_batch"),
+    ModelConfig(depth=8, norm="layer"),
     ModelConfig(depth=11, version=2, norm="none"),
 ]
 

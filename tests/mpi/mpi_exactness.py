@@ -122,7 +122,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+@pytest.mark.parametrize("norm", ["batch", "frozen_batch", "group", "layer", "none"])
 def test_halves_with_every_norm(comm, norm):
     spec = make_spec("1f1b", 3, model__norm=norm)
     check(comm, spec, validate(lower(halved(generate("1f1b", 3, 4), 1))))

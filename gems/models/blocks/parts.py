@@ -6,9 +6,10 @@ Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal 
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _MAX_GROUPS = 8
 
@@ -39,10 +40,37 @@ def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
     return linear
 
 
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm by the running statistics in training too, as in fine-tuning with few images at a time.
+
+    Unlike torchvision's of that name its weight and bias are trained, unless optimizer.frozen says otherwise.
+    """
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation."""
+        return super().train(False)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of each pixel, as in ConvNeXt (Liu et al. 2022, arXiv 2201.03545)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a feature map, (samples, channels, height, width)."""
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 def norm2d(norm: str, channels: int) -> nn.Module:
-    """Return the norm of a feature map: "batch", "group" (8 groups, or as many as divide the channels) or "none"."""
+    """Return the norm of a feature map by its name in `model.norm`.
+
+    That is "batch", "frozen_batch" (by running statistics), "group" (8 groups, or as many as divide the channels),
+    "layer" (over channels) or "none".
+    """
     if norm == "batch":
         return nn.BatchNorm2d(channels)
+    if norm == "frozen_batch":
+        return FrozenBatchNorm2d(channels).train()
+    if norm == "layer":
+        return LayerNorm2d(channels)
     if norm == "group":
         return nn.GroupNorm(math.gcd(_MAX_GROUPS, channels), channels)
     return nn.Identity()
@@ -54,7 +82,10 @@ def dropout(rate: float) -> nn.Module:
 
 
 def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:
-    """Shrink a branch that no norm tames, or the variance would double at each of `num_blocks` blocks."""
-    if norm == "none":
+    """Shrink a branch that no norm tames, or the variance would double at each of `num_blocks` blocks.
+
+    Frozen statistics are those of no data until weights are loaded.
+    """
+    if norm in ("none", "frozen_batch"):
         with torch.no_grad():
             last.weight.mul_(num_blocks**-0.5)

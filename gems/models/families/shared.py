@@ -20,7 +20,7 @@ from gems.models.steps import (
     stride_after,
 )
 
-NORMS = ("batch", "group", "none")
+NORMS = ("batch", "frozen_batch", "group", "layer", "none")
 
 
 @dataclass(frozen=True, slots=True)
