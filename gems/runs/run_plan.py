@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import CostConfig, RunSpec
@@ -94,17 +95,16 @@ def plan_run(spec: RunSpec) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
-    check_strips(spec)
+    _check_strips(spec)
     run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
     check_batch(spec)
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
+    if schedule.num_strips > 1:
+        return _plan_in_strips(spec, run, schedule)
     if schedule.has_memory_actions:
         return _acting_plan(spec, run, schedule)
-    if schedule.num_strips > 1:  # their bytes are not predicted yet
-        boundaries = _unlimited_partition(run, without_strips(schedule))
-        return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
     boundaries = partition_of(run, schedule).boundaries
     schedule = _within_device(run, schedule, boundaries)
     if spec.memory.name == "keep":
@@ -114,7 +114,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
 
 
-def check_strips(spec: RunSpec) -> None:
+def _check_strips(spec: RunSpec) -> None:
     """Check that a run that trains can do so in strips, as far as that is known without its layers.
 
     Raises:
@@ -132,7 +132,7 @@ def check_strips(spec: RunSpec) -> None:
         f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
     }
     for fault in (text for text, is_so in faults.items() if is_so):
-        raise ConfigError(KEY, strips, f"must be 1 for a run that trains with {fault}")
+        _refuse_strips(spec, fault)
 
 
 def plan_simulation(spec: RunSpec) -> RunPlan:
@@ -229,6 +229,22 @@ def _of_model(spec: RunSpec) -> RunSpec:
 def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
     """Return the boundaries of a run in which more than the partition decides what fits the device."""
     return partition_of(replace(run, machine=replace(run.machine, device_bytes=None)), schedule).boundaries
+
+
+def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
+    """Return the plan of a run in strips, cut as whole micro-batches: what strips hold is not predicted yet.
+
+    Raises:
+        ConfigError: a list, read from a file, that recomputes or moves activations.
+    """
+    if schedule.has_memory_actions:
+        _refuse_strips(spec, "a list that recomputes or moves activations")
+    boundaries = _unlimited_partition(run, without_strips(schedule))
+    return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
+
+
+def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:
+    raise ConfigError(KEY, spec.parallel.strips, f"must be 1 for a run that trains with {fault}")
 
 
 def _profile(run: RunSpec, schedule: Schedule) -> ModelProfile | None:

@@ -20,6 +20,7 @@ from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
+from gems.schedule.strips import with_strips
 from gems.trace import KINDS
 from tests.engine.rig import LateTransport, ListPart
 
@@ -67,6 +68,27 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
             assert not sent or max(sent.values()) == 1, schedule
             num_messages += len(sent)
     assert num_messages > 5_000
+
+
+def test_strips_have_shapes_of_their_own_and_nothing_is_sent_of_one_without_rows():
+    schedule = lower(with_strips(generate("1f1b", 2, 1), 3))
+    shapes = [(), ((2, 1),), ((2, 4), (3,))]
+    boundaries = [tuple(TensorSpec(str(n), shape, torch.float32) for n, shape in enumerate(each)) for each in shapes]
+    part = ListPart()
+    recorder = Recorder(part, CPU)
+    transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.tensor(7.0))
+    channels = P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)
+    for strip, expected in enumerate(shapes):
+        channels.post_send(Action(Kind.SEND_F, 0, strip), [torch.ones(shape) for shape in expected])
+        receive = Action(Kind.RECV_B, 0, strip)
+        channels.post_receive(receive)
+        received = channels.wait(receive)
+        assert [tuple(tensor.shape) for tensor in received] == list(expected)
+        channels.release(received)
+    channels.drain()
+    recorder.end_step()
+    assert recorder.memory.held_bytes == 0
+    assert len(part.rows) == 2 * len(shapes), "a transfer of nothing ends too"
 
 
 def test_tags_differ_whatever_the_placement():

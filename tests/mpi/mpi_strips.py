@@ -7,6 +7,7 @@ import torch
 
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.engine.pipeline import build_pipeline
+from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
@@ -74,6 +75,18 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strip
     found = compare(spec, part, CPU, made.schedule, made.boundaries)
     assert found.max_rel_error <= 1e-12, found
     assert found.predicted_activation_bytes is None and max(found.peak_activation_bytes) > 0
+
+
+def test_evaluation_runs_whole_images(comm):
+    found = []
+    for strips in (1, 3):
+        spec = strip_spec("unet", "gems_master", 2, 2, strips, 20)
+        pipeline = build_pipeline(spec, comm, CPU)
+        loader, num_validation, _ = open_loader(pipeline)
+        found.append(evaluate(pipeline, loader, num_validation))
+        loader.close()
+        pipeline.close()
+    assert found[0] == found[1] and found[0]["num_validation"] == 5
 
 
 @pytest.mark.parametrize(

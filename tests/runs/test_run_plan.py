@@ -13,7 +13,7 @@ import gems.runs.run_plan
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
-from gems.errors import DoesNotFitError
+from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
@@ -52,6 +52,36 @@ def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
 def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
     made = plan_run(replace(spec, memory=MemoryConfig()))
     assert made.memory_plan is None and made.schedule.num_segments == (None, None)
+
+
+def test_strips_are_cut_as_whole_micro_batches_and_have_no_predicted_bytes(spec: RunSpec) -> None:
+    kept = replace(spec, memory=MemoryConfig(), partition=replace(spec.partition, name="exact"))
+    strips = replace(kept, parallel=replace(spec.parallel, strips=3))
+    whole, plan = plan_run(kept), plan_run(strips)
+    assert plan.boundaries == whole.boundaries and plan.schedule.num_strips == 3
+    assert predict_peak(plan) is None and predict_peak(whole) is not None
+    small = replace(strips, machine=replace(spec.machine, device_bytes=1000))
+    assert plan_run(small).schedule.rows == plan.schedule.rows
+    with pytest.raises(DoesNotFitError):
+        plan_run(replace(small, parallel=spec.parallel))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"memory__name": "recompute"}, "with memory=recompute"),
+        (
+            {"schedule__name": "capped", "schedule__activation_cap": 1.0, "schedule__memory_actions": ["recompute"]},
+            "with schedule.memory_actions",
+        ),
+        ({"train__precision": "bf16_mixed"}, "with train.precision=bf16_mixed"),
+        ({"parallel__strips": 13}, "with data.height_px=12, which has fewer rows"),
+    ],
+)
+def test_what_does_not_train_in_strips_is_refused(changes: dict, why: str) -> None:
+    spec = toys.make_spec("1f1b", 2, **{"parallel__strips": 2, **changes})
+    with pytest.raises(ConfigError, match=f"must be 1 for a run that trains {why}"):
+        plan_run(spec)
 
 
 def test_receives_are_early_for_slow_links_if_the_device_has_room(spec: RunSpec) -> None:

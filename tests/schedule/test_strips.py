@@ -16,7 +16,7 @@ from gems.schedule.placement import Placement
 from gems.schedule.registry import generate
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from gems.schedule.strips import StripCosts, strip_costs, with_strips
+from gems.schedule.strips import StripCosts, strip_costs, with_strips, without_strips
 from gems.schedule.validate import validate
 
 NAMES = ("layer_parallel", "gpipe", "1f1b", "interleaved_1f1b", "gems_mast", "gems_master", "gems_zb", "zb_h1", "zb_v",
@@ -44,6 +44,14 @@ def test_strips_of_a_stage_need_each_other_in_order() -> None:
 def test_each_action_makes_room_for_its_strips_and_backward_starts_with_the_last() -> None:
     row = " ".join(map(str, in_strips("layer_parallel", 2, 1, 3).rows[0]))
     assert row == "0F0 0F1 0F2 0B2 0B1 0B0"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_micro_batches_are_found_again(name: str) -> None:
+    whole = generate(name, 4, 8)
+    made = with_strips(whole, 3)
+    assert made.num_whole == whole.num_micro_batches and made.whole_directions() == whole.directions()
+    assert without_strips(lower(made)) == whole
 
 
 @pytest.mark.parametrize("name", NAMES)

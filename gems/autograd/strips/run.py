@@ -104,8 +104,10 @@ class Network:
         found = []
         for number in self.rows:
             found += [Held("rows", number, (piece.begin, piece.end)) for piece in self.at(strip, number).kept]
+            if number < self.num_inputs:
+                continue
             operation = self.operations[number - self.num_inputs]
-            if number >= self.num_inputs and operation.is_summed:
+            if operation.is_summed:
                 assert isinstance(operation.rule, Bins)
                 done = self.plan.ends[self.rows[number]][strip]
                 begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])

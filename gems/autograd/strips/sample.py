@@ -12,7 +12,6 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.storages import storage_addresses
 from gems.autograd.strips.run import Draws
 from gems.autograd.strips.stage import StripStage
 
@@ -90,10 +89,6 @@ class StripSample:
         pairs = [(edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        theirs = storage_addresses(gradient for gradient in gradients if gradient is not None)
-        for cut in carried:  # the caller may change the memory of its gradients from now on
-            if cut is not None and cut.gradient is not None and storage_addresses([cut.gradient]) & theirs:
-                cut.gradient = cut.gradient.clone()
         self._given = [None if cut is None else cut.gradient for cut in carried]
         return tuple(None if cut is None else cut.gradient for cut in here)
 
