@@ -34,13 +34,14 @@ from gems.simulation.costs import activation_cap, depth_costs, network_in_second
 from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.utils.cache import cached
 
-SEARCH = 3  # another number for searches that would find other schedules
+SEARCH = 4  # another number for searches that would find other schedules
 MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
 MAX_CLIMBED = 512  # ranks x micro-batches up to which it is: a search of more takes far longer than its budget
 LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
 SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
 FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
-FIRST_CUT = 1 / 6  # of the cuts that may be simulated, for one of these placements
+FIRST_CUT, CUT = 1 / 8, 0.4  # of the cuts that may be simulated: for each placement, and for the schedule found
+NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:
@@ -111,18 +112,18 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, tuple[i
         rivals = _fastest_on_each_placement(asked, model, rivals)
         for schedule in rivals:
             model = _cut_for(schedule, asked, model, FIRST_CUT)
-        found, model = _searched(replace(asked, costs=model), model, rivals, 1)
+        found, model = _searched(replace(asked, costs=model), model, rivals, 1, CUT)
         rivals = [found.schedule]
     return found, model.cut(found.schedule.placement)
 
 
 def _searched(
-    request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int
+    request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
 ) -> tuple[Found, ModelCosts]:  # fmt: skip
     """Search, and while it changes, so many times, cut the model for the schedule that was found and search again."""
     found = capped(request, [*rivals, *published_schedules(request)])
     for _ in range(cuts):
-        before, model = model, _cut_for(found.schedule, request, model)
+        before, model = model, _cut_for(found.schedule, request, model, share)
         if model is before:
             break
         request = replace(request, costs=model)
@@ -131,7 +132,10 @@ def _searched(
 
 
 def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Sequence[Schedule]) -> list[Schedule]:
-    """Return the fastest of known, published and shortly searched schedules on each placement."""
+    """Return the fastest of known, published and shortly searched schedules on each placement.
+
+    Where one is known all placements have been cut, and those left far behind are left out.
+    """
     names = request.placements or PLACEMENTS
     short = replace(request, budget_s=request.budget_s * FIRST_SHARE / len(names))
     made = [*known, *published_schedules(request)]
@@ -143,7 +147,8 @@ def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Seque
         span = _span(schedule, request, model)
         if schedule.placement not in fastest or span < fastest[schedule.placement][0]:
             fastest[schedule.placement] = span, schedule
-    return [schedule for _, schedule in fastest.values()]
+    longest = NEAR * min(span for span, _ in fastest.values()) if known else math.inf
+    return [schedule for span, schedule in fastest.values() if span <= longest]
 
 
 def _cut_for(schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0) -> ModelCosts:
