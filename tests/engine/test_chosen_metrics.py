@@ -43,6 +43,7 @@ def area_by_pairs(scores: Tensor, positive: Tensor) -> float:
 
 def test_auc_of_an_imbalanced_set_with_ties() -> None:
     """100 negatives and 5 positives, whose scores are rounded so that many are equal."""
+    torch.manual_seed(0)
     labels = torch.cat([torch.zeros(100), torch.ones(5)]).long()[torch.randperm(105)]
     scores = ((labels + torch.randn(105)) * 2).round() / 2
     outputs = torch.stack([torch.zeros(105), scores], 1)

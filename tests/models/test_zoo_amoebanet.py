@@ -118,7 +118,7 @@ def test_sides_need_be_multiples_of_nothing(height: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [({"depth": 4}, "model.depth"), ({"depth": 0}, "model.depth"), ({"width": 12}, "model.width"),
-     ({"width": 4}, "model.width"), ({"norm": "none"}, "model.norm"), ({"norm": "layer"}, "model.norm")],
+     ({"width": 4}, "model.width"), ({"norm": "none"}, "model.norm"), ({"norm": "local"}, "model.norm")],
 )  # fmt: skip
 def test_networks_that_do_not_exist_are_refused(changes: dict, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
