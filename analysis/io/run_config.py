@@ -29,16 +29,19 @@ class RunFacts:
     parts: int | None = None
     chunks: int = 2
     cap: float | None = None
+    strips: int = 1
 
     def bubble(
         self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None
     ) -> float | None:
-        """Return the schedule's bubble by its closed form; None if that or a fact is not known.
+        """Return the schedule's bubble by its closed form; None if that or a fact is not known, or in strips.
 
         Times are those of a stage; `weight_grad_s` is W's part of a split backward.
         """
         name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
-        if name is None or partitions is None or micro_batches is None or forward_s is None or backward_s is None:
+        if self.strips > 1 or name is None or partitions is None or micro_batches is None:
+            return None
+        if forward_s is None or backward_s is None:
             return None
         w_s = backward_s / 2 if weight_grad_s is None else weight_grad_s
         times_s = forward_s, backward_s - w_s, w_s
@@ -62,7 +65,10 @@ def run_facts(trace: Trace) -> RunFacts:
         units = None if units is None else float(units)
     except (TypeError, ValueError) as error:
         raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
-    return RunFacts(None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=units)
+    return RunFacts(
+        None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=units,
+        strips=_count(parallel, "strips") or 1,
+    )  # fmt: skip
 
 
 def read_document(run_yaml: str) -> dict[str, Any]:

@@ -235,6 +235,15 @@ def test_facts_come_from_the_resolved_configuration(simulate: Callable[..., Trac
     assert run_facts(Trace(attributes={})) == RunFacts()
 
 
+def test_the_closed_form_is_not_that_of_strips() -> None:
+    whole = RunFacts("1f1b", partitions=4, replicas=1, micro_batches=8)
+    assert whole.bubble(1.0, 2.0) == pytest.approx(3 / 11)
+    trace = Trace(
+        attributes={}, run_yaml="schedule: {name: 1f1b}\nparallel: {partitions: 4, micro_batches: 8, strips: 2}"
+    )
+    assert run_facts(trace).strips == 2 and run_facts(trace).bubble(1.0, 2.0) is None
+
+
 def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None:
     trace = simulate(partitions=2)
     trace.run_yaml = trace.run_yaml.replace("gems_master", "of_tomorrow")
