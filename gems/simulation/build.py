@@ -17,7 +17,7 @@ from gems.partition.operator_placement import placed_on
 from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED
+from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.formats.torch_csv import from_torch_csv
@@ -27,7 +27,7 @@ from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import strip_costs, with_strips
-from gems.schedule.synthesis import PLACEMENTS, Found, capped, least_cap
+from gems.schedule.synthesis import Found, capped, least_cap
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.costs import activation_cap, depth_costs, network_in_seconds, network_in_units, schedule_costs

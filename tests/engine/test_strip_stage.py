@@ -22,7 +22,7 @@ NUM = len(ENDS)
 
 
 class Fork(nn.Module):
-    """Gives rows beside others that are behind them."""
+    """Hands on rows beside others that are behind them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision
+from gems.models.streaming.rules import even_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,7 @@ def find_forms(
         ConfigError: a layer that needs the whole image.
     """
     strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
-    height = given.shape[2]
-    ends = tuple(height * (strip + 1) // strips for strip in range(strips))
-    passed = Passed((Boundary(given.shape, given.dtype, ends),), strips)
+    passed = Passed((Boundary(given.shape, given.dtype, even_ends(given.shape[2], strips)),), strips)
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []

@@ -24,14 +24,13 @@ from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
 
-__all__ = ["PLACEMENTS", "Found", "capped", "least_cap"]
+__all__ = ["Found", "capped", "least_cap"]
 
 CHECK_STEPS = 9
 CHECK_SHARE = 0.7
 NUM_REPLAYED = 3
 NEAR = 1.25
 NUM_PLACEMENTS, NUM_WITH_ACTS = 5, 4
-PLACEMENTS = ("linear", "bidirectional", "v", "wave")
 WAVE_CHUNKS = (4, 8)
 PLANNED_CAPS = (1.0, 2.0, 4.0)
 MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
@@ -200,7 +199,7 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
         "v": [v(num_ranks)],
         "wave": [wave(num_ranks, chunks) for chunks in WAVE_CHUNKS],
     }
-    found = [(name, placement) for name in request.placements or PLACEMENTS for placement in made[name]]
+    found = [(name, placement) for name in request.placements or tuple(made) for placement in made[name]]
     fitting = [(name, placement) for name, placement in found if request.allows(placement.num_stages)]
     if not fitting and request.num_stages is not None:
         raise ConfigError(
