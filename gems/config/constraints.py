@@ -144,6 +144,8 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
     forwards = num_stages * (parallel.micro_batches or 1)
     has_cap = cap is not None or cap_bytes is not None
     is_profiled = cost.name == "profile" or (schedule.name == "capped" and spec.machine.kind == "real")
+    memory = spec.memory
+    is_under_policy = memory.name != "keep" and memory.target_reduction is None and is_profiled
     yield from (
         (spec.world_size > MAX_WORLD, "parallel.replicas", parallel.replicas,
          f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks", ""),
@@ -157,9 +159,9 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
         (cap_bytes is not None and not cost.activation_bytes and not is_profiled,
          "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
          "give it, use cost=profile, or give schedule.activation_cap in units"),
-        (schedule.name == "capped" and not has_cap, "schedule.activation_cap", "null",
+        (schedule.name == "capped" and not has_cap and not is_under_policy, "schedule.activation_cap", "null",
          "must be given for schedule=capped",
-         "1 is what GEMS holds: one micro-batch on a rank's part of the model"),
+         "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let memory=plan decide"),
         (schedule.name == "file" and not schedule.path, "schedule.path", "null", "must be given for schedule=file",
          "a file of `gems schedule --json`"),
     )  # fmt: skip

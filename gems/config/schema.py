@@ -193,7 +193,10 @@ class ScheduleConfig:
     )
     chunks: int = number(2, "stages of a rank under schedules that let it be chosen", min=1, max=MAX_LAYERS)
     activation_cap: float | None = number(
-        None, "activations that a rank may hold; 1 is one micro-batch on the heaviest rank", above=0
+        None,
+        "activations that a rank may hold; 1 is one micro-batch on the heaviest rank; null: any, or of capped "
+        "with a memory policy what is fastest under it",
+        above=0,
     )
     activation_cap_bytes: int | None = number(None, "the same in bytes", min=1)
     memory_actions: list[str] = choice([], ACTIONS, "what schedule=capped may do with activations under its cap")

@@ -16,7 +16,6 @@ from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan, plan_of_schedule
-from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.partition.methods import partition_case, profile_used
 from gems.profile import ModelProfile
@@ -29,11 +28,10 @@ from gems.schedule.strips import without_strips
 from gems.schedule.validate import validate
 from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
-from gems.simulation.memory_case import check_fits, memory_case, node_host_bytes, with_replicas
+from gems.simulation.memory_case import check_fits, memory_case, memory_outcome, node_host_bytes, with_replicas
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
-from gems.utils.cache import cached
 
 MAX_ACTIONS = 200_000  # simulated in some seconds
 KEY = "parallel.strips"
@@ -110,7 +108,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     if spec.memory.name == "keep":
         return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
     case = memory_case(run, compute_only(schedule), boundaries)
-    outcome = _outcome(run, case)
+    outcome = memory_outcome(run, case)
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
 
 
@@ -274,20 +272,3 @@ def _within_device(run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]
         return schedule
     peaks = partition_case(run, schedule).peak_bytes(boundaries)
     return schedule if max(peaks) <= limit else validate(fewest)
-
-
-def _outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
-    """Return what the run's memory policy does; the plan is kept in the cache.
-
-    Raises:
-        DoesNotFitError: it leaves too much on a device or in host memory.
-    """
-    key = repr((
-        run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer,
-        case.limit_bytes,
-        case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
-    ))  # fmt: skip
-    made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))
-    outcome = with_replicas(run, case, case.outcome(made))
-    check_fits(run, outcome)
-    return outcome

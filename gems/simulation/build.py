@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, ScheduleError
+from gems.errors import ConfigError
 from gems.partition.methods import partition_model
 from gems.partition.operator_placement import placed_on
 from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
+from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.formats.torch_csv import from_torch_csv
-from gems.schedule.lower import add_transfers, compute_only, lower
-from gems.schedule.placement import Placement
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import simulate
-from gems.schedule.strips import strip_costs, with_strips
-from gems.schedule.synthesis import Found, capped, least_cap
+from gems.schedule.strips import with_strips
+from gems.schedule.synthesis import capped
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.costs import activation_cap, depth_costs, network_in_seconds, network_in_units, schedule_costs
 from gems.simulation.model_costs import PROFILE, ModelCosts
+from gems.simulation.model_search import search_under_policy, search_with_cut
 from gems.utils.cache import cached
 
-SEARCH = 4  # another number for searches that would find other schedules
-MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
-MAX_CLIMBED = 512  # ranks x micro-batches up to which it is: a search of more takes far longer than its budget
-LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
-SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
-FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
-FIRST_CUT, CUT = 1 / 8, 0.4  # of the cuts that may be simulated: for each placement, and for the schedule found
-NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
+SEARCH = 5  # another number for searches that would find other schedules
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:
@@ -64,6 +53,8 @@ def compute_schedule(spec: RunSpec) -> Schedule:
 def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[str, Any]:
     """Return what the search of schedule=capped found, from the cache where it has been done.
 
+    Without a cap, under a memory policy, it is the schedule that is fastest under that policy.
+
     The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
     `placement`, `method` and `candidates`; with cost=profile also `boundaries`, the cut that was found with the
     schedule, and `unit_bytes`, the bytes of a cap of 1. The profile is that of the run, unless it is given.
@@ -71,103 +62,25 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
     Raises:
         ConfigError: a cap that no placement can keep, or a profile that cannot be had.
     """
-    if spec.cost.name != PROFILE:
-        request, model = schedule_request(spec), None
-    else:
-        model = ModelCosts(spec, profile or profile_of(spec))
-        request = model_request(spec, model)
+    model = ModelCosts(spec, profile or profile_of(spec)) if spec.cost.name == PROFILE else None
+    request = schedule_request(spec) if model is None else model_request(spec, model)
+    facts: tuple[object, ...] = (SEARCH, request, IS_INSTALLED)
+    is_under_policy = spec.memory.name != "keep" and request.cap is None
+    if is_under_policy:
+        facts = (*facts, spec.memory, spec.machine, spec.cluster, spec.parallel.replicas)
 
     def search() -> dict[str, Any]:
         more: dict[str, Any] = {}
         if model is None:
             answer = capped(request, published_schedules(request))
         else:
-            answer, boundaries = search_with_cut(request, model)
+            searched = search_under_policy(spec, request, model) if is_under_policy else search_with_cut(request, model)
+            answer, boundaries = searched
             more = {"boundaries": list(boundaries), "unit_bytes": model.unit_bytes}
         names = ("bound", "placement", "method", "candidates")
         return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names} | more
 
-    return cached(spec.cache_dir, CAPPED, repr((SEARCH, request, IS_INSTALLED)), search)
-
-
-def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, tuple[int, ...]]:
-    """Return the fastest schedule found and the cut of the model that it runs with.
-
-    Where the cut may change, the search climbs from cap to cap of a fixed ladder up to its own. On each it cuts the
-    model for each placement, by the time of the step of the fastest schedule that a short search finds there, searches
-    all placements with these cuts, cuts again for the schedule found, and searches once more. Each takes what the one
-    before it found as a rival, with its cut. So at a cap of the ladder the answer is not slower than at a lower one.
-    Large steps are searched and cut in turn under their own cap alone.
-    """
-    size = request.num_ranks * request.num_micro_batches * request.num_strips
-    if model.is_cut or size > MAX_CLIMBED:
-        found, model = _searched(request, model, [], MAX_CUTS)
-        return found, model.cut(found.schedule.placement)
-    rivals: list[Schedule] = []
-    lower = [cap for cap in LADDER if request.cap is None or cap < request.cap]
-    for cap in (*lower, request.cap):
-        asked = replace(request, cap=cap, costs=model, budget_s=request.budget_s * SHARE)
-        if cap in lower and least_cap(asked) > cap:
-            continue
-        rivals = _fastest_on_each_placement(asked, model, rivals)
-        for schedule in rivals:
-            model = _cut_for(schedule, asked, model, FIRST_CUT)
-        found, model = _searched(replace(asked, costs=model), model, rivals, 1, CUT)
-        rivals = [found.schedule]
-    return found, model.cut(found.schedule.placement)
-
-
-def _searched(
-    request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
-) -> tuple[Found, ModelCosts]:  # fmt: skip
-    """Search, and while it changes, so many times, cut the model for the schedule that was found and search again."""
-    found = capped(request, [*rivals, *published_schedules(request)])
-    for _ in range(cuts):
-        before, model = model, _cut_for(found.schedule, request, model, share)
-        if model is before:
-            break
-        request = replace(request, costs=model)
-        found = capped(request, [found.schedule, *published_schedules(request)])
-    return found, model
-
-
-def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Sequence[Schedule]) -> list[Schedule]:
-    """Return the fastest of known, published and shortly searched schedules on each placement.
-
-    Where one is known all placements have been cut, and those left far behind are left out.
-    """
-    names = request.placements or PLACEMENTS
-    short = replace(request, budget_s=request.budget_s * FIRST_SHARE / len(names))
-    made = [*known, *published_schedules(request)]
-    for name in names:
-        with suppress(ConfigError):  # a cap that this placement cannot keep
-            made.append(capped(replace(short, placements=(name,))).schedule)
-    fastest: dict[Placement, tuple[float, Schedule]] = {}
-    for schedule in made:
-        span = _span(schedule, request, model)
-        if schedule.placement not in fastest or span < fastest[schedule.placement][0]:
-            fastest[schedule.placement] = span, schedule
-    longest = NEAR * min(span for span, _ in fastest.values()) if known else math.inf
-    return [schedule for span, schedule in fastest.values() if span <= longest]
-
-
-def _cut_for(schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0) -> ModelCosts:
-    """Return the model with the cut for a schedule, the same model if its steps take no less time with another."""
-    cut = model.faster_cut(schedule, request.network, request.cap, share)
-    if cut == model.cut(schedule.placement):
-        return model
-    made = model.with_cut(schedule.placement, cut)
-    return made if _span(schedule, request, made) <= _span(schedule, request, model) else model
-
-
-def _span(schedule: Schedule, request: Request, model: ModelCosts) -> float:
-    """Return the time of a step as ranks run it, infinite if it would not run under the cap."""
-    costs, network = strip_costs(model.of(schedule.placement), schedule.num_strips), request.network
-    try:
-        lowered = add_transfers(schedule, costs, network, request.cap)
-        return simulate(lowered, costs, network, request.cap).span
-    except ScheduleError:
-        return math.inf
+    return cached(spec.cache_dir, CAPPED, repr(facts), search)
 
 
 def partition_of(run: RunSpec, schedule: Schedule) -> Partition:

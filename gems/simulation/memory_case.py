@@ -8,6 +8,8 @@ from dataclasses import replace
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.plan import MemoryPlan
+from gems.memory.registry import plan_of
 from gems.memory.storages import profile_storages
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
@@ -16,6 +18,7 @@ from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN
 from gems.simulation.costs import network_in_seconds, slowest_replica, with_all_reduce
+from gems.utils.cache import cached
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 
@@ -37,6 +40,23 @@ def memory_case(
         machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
         spec.parallel.replicas,
     )  # fmt: skip
+
+
+def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
+    """Return what the run's memory policy does; the plan is kept in the cache.
+
+    Raises:
+        DoesNotFitError: it leaves too much on a device or in host memory.
+    """
+    key = repr((
+        run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer,
+        case.limit_bytes,
+        case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
+    ))  # fmt: skip
+    made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))
+    outcome = with_replicas(run, case, case.outcome(made))
+    check_fits(run, outcome)
+    return outcome
 
 
 def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanOutcome:

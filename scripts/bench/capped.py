@@ -1,9 +1,9 @@
 """Schedules found under a cap beside GEMS and `memory=plan`, trained on this machine: bytes and images per second.
 
 Two ranks train ResNet-56 by a measured profile: gems_master, `capped` under the activations that GEMS holds without
-and with memory actions, and 1F1B under `memory=plan` with the device bytes that the list with recomputation is
-predicted to need. All are run in turn, A B C D A B C D, and ratios are those of one round. Takes Hydra overrides, for
-every case. Prints a table on stderr and JSON on stdout.
+and with memory actions, and under `memory=plan` 1F1B and the schedule that is searched with its plan, with the device
+bytes that the list with recomputation is predicted to need. All are run in turn, A B C D A B C D, and ratios are those
+of one round. Takes Hydra overrides, for every case. Prints a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DEFAULTS = (
 )
 CAPPED = "schedule=capped schedule.activation_cap=1"
 ROUNDS = 3
-GEMS, WITH_RECOMPUTE, PLAN = "gems_master", "capped K=1 recompute", "1f1b memory=plan"
+GEMS, WITH_RECOMPUTE = "gems_master", "capped K=1 recompute"
+UNDER_PLAN = {"1f1b memory=plan": "schedule=1f1b", "capped memory=plan": "schedule=capped"}
 WAYS = {
     GEMS: "schedule=gems_master",
     "capped K=1": CAPPED,
@@ -45,8 +46,8 @@ def main(overrides: list[str]) -> int:
     specs = {way: composed(DEFAULTS, words, overrides) for way, words in WAYS.items()}
     peak = predict_peak(plan_run(specs[WITH_RECOMPUTE]))
     assert peak is not None
-    limit = f"schedule=1f1b memory=plan memory.limit_bytes={peak.device_bytes}"
-    specs[PLAN] = composed(DEFAULTS, limit, overrides)
+    limit = f"memory=plan memory.limit_bytes={peak.device_bytes}"
+    specs |= {way: composed(DEFAULTS, f"{words} {limit}", overrides) for way, words in UNDER_PLAN.items()}
     calls: dict[str, Callable[[], dict[str, Any]]] = {way: partial(_run, spec) for way, spec in specs.items()}
     found = in_turns(calls, ROUNDS)
     rows = []

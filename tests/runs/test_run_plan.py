@@ -134,7 +134,7 @@ def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
 
 def test_a_plan_is_made_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     first = plan_run(spec)
-    monkeypatch.setattr(gems.runs.run_plan, "plan_of", None)
+    monkeypatch.setattr(gems.simulation.memory_case, "plan_of", None)
     assert plan_run(spec).memory_plan == first.memory_plan
 
 

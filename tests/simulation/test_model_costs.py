@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -15,45 +13,18 @@ import gems.simulation.build
 import gems.simulation.memory_case
 import gems.simulation.model_costs
 import gems.simulation.profiled_costs
-from gems.config.schema import CostConfig, MemoryConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
+from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.profile import ModelProfile
 from gems.runs.run_plan import RunPlan, plan_run, predict
 from gems.schedule.action import Kind
-from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.lower import compute_only
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
-from gems.schedule.synthesis import capped
-from gems.simulation.build import model_request, search_schedule, search_with_cut
+from gems.simulation.build import model_request, search_schedule
 from gems.simulation.costs import schedule_costs
 from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import ModelCosts
-from tests.engine import toys
-from tests.partition.profiles import random_profile
-
-NUM_LAYERS = 11
-MODULES = (
-    gems.partition.methods, gems.runs.run_plan, gems.simulation.build, gems.simulation.memory_case,
-    gems.simulation.profiled_costs,
-)  # fmt: skip
-
-
-def made_up(seed: int) -> ModelProfile:
-    return random_profile(NUM_LAYERS, seed, decay=0.9)
-
-
-@pytest.fixture
-def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
-    """ResNet-20 on two ranks with a made-up profile, under a cap."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "profile_of", lambda spec: made_up(3))
-    made = toys.make_spec("1f1b", 2)
-    return replace(
-        made, partition=PartitionConfig(), cache_dir=str(tmp_path), memory=MemoryConfig(min_offload_bytes=0),
-        parallel=ParallelConfig(partitions=2, micro_batches=6),
-        model=replace(made.model, depth=20), schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2),
-    )  # fmt: skip
+from tests.simulation.conftest import NUM_LAYERS, made_up
 
 
 def peaks_of(plan: RunPlan) -> tuple[list[int], int]:
@@ -104,32 +75,6 @@ def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
     assert plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak))).schedule == plan.schedule
     with pytest.raises(DoesNotFitError, match=r"under schedule=capped.*lower schedule.activation_cap"):
         plan_run(replace(asked, machine=replace(spec.machine, device_bytes=peak - 1)))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_cut_for_the_schedule_is_never_slower(spec: RunSpec, seed: int) -> None:
-    model = ModelCosts(spec, made_up(seed))
-    request = model_request(replace(spec, schedule=replace(spec.schedule, activation_cap=1.5)), model)
-    first = capped(request, published_schedules(request))
-    found, boundaries = search_with_cut(request, model)
-    assert found.span <= first.span * (1 + 1e-9)
-    assert max(found.peak) <= 1.5 + 1e-9
-    costs = model.at(boundaries)
-    assert costs.num_stages == found.schedule.num_stages
-
-
-def test_a_larger_cap_gives_no_slower_list(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = random_profile(30, 3, decay=0.9)
-    monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: profile)
-    monkeypatch.setattr(gems.partition.step_time, "MAX_SIMULATED", 10_000)
-    spans = []
-    for cap in (2.0, 3.0):
-        schedule = replace(spec.schedule, activation_cap=cap, budget_s=0.1)
-        parallel, deeper = ParallelConfig(partitions=4, micro_batches=8), replace(spec.model, depth=56)
-        asked = replace(spec, schedule=schedule, parallel=parallel, model=deeper)
-        model = ModelCosts(asked, profile)
-        spans.append(search_with_cut(model_request(asked, model), model)[0].span)
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(spans)), spans
 
 
 def test_a_search_depends_on_all_that_its_cuts_do(spec: RunSpec) -> None:

@@ -54,6 +54,11 @@ def with_whole_backwards(schedule: Schedule, costs: StageCosts, network: Network
     return _joined(schedule, best)
 
 
+def with_whole_backward(schedule: Schedule) -> Schedule:
+    """Return the schedule with every I and W joined to B."""
+    return _joined(schedule, (Joining.ALL,) * schedule.num_stages)
+
+
 def _joined(schedule: Schedule, joinings: Sequence[Joining]) -> Schedule:
     return replace(schedule, rows=tuple(tuple(_joined_row(row, joinings)) for row in schedule.rows))
 

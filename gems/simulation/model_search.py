@@ -1,0 +1,163 @@
+"""The search of a schedule for a profiled model, together with the cut into stages and what a memory policy does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError, DoesNotFitError, ScheduleError
+from gems.partition.methods import partition_model
+from gems.partition.step_time import Boundaries
+from gems.schedule import CAPPED, PLACEMENTS
+from gems.schedule.families.published_schedules import published_schedules
+from gems.schedule.lower import add_transfers
+from gems.schedule.placement import Placement
+from gems.schedule.registry import Request
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
+from gems.schedule.strips import strip_costs
+from gems.schedule.synthesis import Found, capped, least_cap
+from gems.schedule.synthesis.whole_backward import with_whole_backward
+from gems.simulation.memory_case import memory_case, memory_outcome
+from gems.simulation.model_costs import ModelCosts
+
+MAX_CUTS = 2  # times that the model is cut again where no ladder is climbed
+MAX_CLIMBED = 512  # ranks x micro-batches up to which it is: a search of more takes far longer than its budget
+LADDER = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)  # caps at which the model is cut on the way to a higher one
+SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which there are two
+FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
+FIRST_CUT, CUT = 1 / 8, 0.4  # of the cuts that may be simulated: for each placement, and for the schedule found
+PLAN_SHARE = 0.1  # of memory.budget_s, for the plan of each schedule from which one is chosen
+NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
+
+
+def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundaries]:
+    """Return the fastest schedule found and the cut of the model that it runs with."""
+    *_, (found, model) = _climbed(request, model)
+    return found, model.cut(found.schedule.placement)
+
+
+def search_under_policy(spec: RunSpec, request: Request, model: ModelCosts) -> tuple[Found, Boundaries]:
+    """Return the schedule whose step is shortest under the memory policy of a resolved run, and its cut.
+
+    Candidates are the schedules found at each cap of the ladder and without one, the same with whole backwards, and the
+    published ones. The policy plans for one after the other, in a part of its budget, from the shortest step with
+    everything kept: no policy makes it shorter, so that the rest is left out once that alone takes longer than the best
+    step found. A published schedule is cut as it would be by its name. Where the policy makes none fit it is the one
+    that needs least.
+    """
+    tried: list[tuple[Found, ModelCosts]] = []
+    for one, made in _climbed(request, model):
+        tried += [(replace(one, schedule=each), made) for each in (one.schedule, with_whole_backward(one.schedule))]
+    last, _ = tried[-1]
+    for rival in published_schedules(request):
+        by_name = model.with_cut(rival.placement, partition_model(spec, rival).boundaries)
+        tried.append((replace(last, schedule=replace(rival, name=CAPPED), method=rival.name), by_name))
+    kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
+    short = replace(spec, memory=replace(spec.memory, budget_s=PLAN_SHARE * spec.memory.budget_s))
+    fastest_s, best, least = math.inf, tried[0], math.inf
+    seen = set()
+    for number in sorted(range(len(tried)), key=kept_s.__getitem__):
+        found, made = tried[number]
+        key = found.schedule.rows, made.cut(found.schedule.placement)
+        if key in seen:
+            continue
+        seen.add(key)
+        if kept_s[number] >= fastest_s:
+            break
+        try:
+            step_s = memory_outcome(short, memory_case(short, found.schedule, key[1], made.profile)).step_s
+        except DoesNotFitError as error:
+            if fastest_s == math.inf and error.needed_bytes < least:
+                least, best = error.needed_bytes, tried[number]
+            continue
+        if step_s < fastest_s:
+            fastest_s, best = step_s, tried[number]
+    found, made = best
+    return found, made.cut(found.schedule.placement)
+
+
+def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[Found, ModelCosts]]:
+    """Yield what is found at each cap of a fixed ladder up to that of the request, and with what cuts of the model.
+
+    Where the cut may change, the model is cut on each for each placement, by the time of the step of the fastest
+    schedule that a short search finds there; all placements are searched with these cuts, the model is cut again for
+    the schedule found, and all are searched once more. Each takes what the one before it found as a rival, with its
+    cut. So at a cap of the ladder the answer is not slower than at a lower one. Large steps, and cuts that stay, are
+    searched in turn under their own cap alone, or without a cap under each of the ladder.
+    """
+    size = request.num_ranks * request.num_micro_batches * request.num_strips
+    lower = [cap for cap in LADDER if request.cap is None or cap < request.cap]
+    if model.is_cut or size > MAX_CLIMBED:
+        for step in lower if request.cap is None else ():
+            if least_cap(replace(request, cap=step)) <= step:
+                yield _searched(replace(request, cap=step), model, [], MAX_CUTS)
+        yield _searched(request, model, [], MAX_CUTS)
+        return
+    rivals: list[Schedule] = []
+    for cap in (*lower, request.cap):
+        asked = replace(request, cap=cap, costs=model, budget_s=request.budget_s * SHARE)
+        if cap in lower and least_cap(asked) > cap:
+            continue
+        rivals = _fastest_on_each_placement(asked, model, rivals)
+        for schedule in rivals:
+            model = _cut_for(schedule, asked, model, FIRST_CUT)
+        found, model = _searched(replace(asked, costs=model), model, rivals, 1, CUT)
+        rivals = [found.schedule]
+        yield found, model
+
+
+def _searched(
+    request: Request, model: ModelCosts, rivals: Sequence[Schedule], cuts: int, share: float = 1.0
+) -> tuple[Found, ModelCosts]:  # fmt: skip
+    """Search, and while it changes, so many times, cut the model for the schedule that was found and search again."""
+    found = capped(request, [*rivals, *published_schedules(request)])
+    for _ in range(cuts):
+        before, model = model, _cut_for(found.schedule, request, model, share)
+        if model is before:
+            break
+        request = replace(request, costs=model)
+        found = capped(request, [found.schedule, *published_schedules(request)])
+    return found, model
+
+
+def _fastest_on_each_placement(request: Request, model: ModelCosts, known: Sequence[Schedule]) -> list[Schedule]:
+    """Return the fastest of known, published and shortly searched schedules on each placement.
+
+    Where one is known all placements have been cut, and those left far behind are left out.
+    """
+    names = request.placements or PLACEMENTS
+    short = replace(request, budget_s=request.budget_s * FIRST_SHARE / len(names))
+    made = [*known, *published_schedules(request)]
+    for name in names:
+        with suppress(ConfigError):  # a cap that this placement cannot keep
+            made.append(capped(replace(short, placements=(name,))).schedule)
+    fastest: dict[Placement, tuple[float, Schedule]] = {}
+    for schedule in made:
+        span = _span(schedule, request, model)
+        if schedule.placement not in fastest or span < fastest[schedule.placement][0]:
+            fastest[schedule.placement] = span, schedule
+    longest = NEAR * min(span for span, _ in fastest.values()) if known else math.inf
+    return [schedule for span, schedule in fastest.values() if span <= longest]
+
+
+def _cut_for(schedule: Schedule, request: Request, model: ModelCosts, share: float = 1.0) -> ModelCosts:
+    """Return the model with the cut for a schedule, the same model if its steps take no less time with another."""
+    cut = model.faster_cut(schedule, request.network, request.cap, share)
+    if cut == model.cut(schedule.placement):
+        return model
+    made = model.with_cut(schedule.placement, cut)
+    return made if _span(schedule, request, made) <= _span(schedule, request, model) else model
+
+
+def _span(schedule: Schedule, request: Request, model: ModelCosts) -> float:
+    """Return the time of a step as ranks run it, infinite if it would not run under the cap."""
+    costs, network = strip_costs(model.of(schedule.placement), schedule.num_strips), request.network
+    try:
+        lowered = add_transfers(schedule, costs, network, request.cap)
+        return simulate(lowered, costs, network, request.cap).span
+    except ScheduleError:
+        return math.inf

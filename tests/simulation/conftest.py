@@ -1,0 +1,41 @@
+"""A small model with a made-up profile, whose schedule is searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gems.partition.methods
+import gems.runs.run_plan
+import gems.simulation.build
+import gems.simulation.memory_case
+import gems.simulation.profiled_costs
+from gems.config.schema import MemoryConfig, ParallelConfig, PartitionConfig, RunSpec, ScheduleConfig
+from gems.profile import ModelProfile
+from tests.engine import toys
+from tests.partition.profiles import random_profile
+
+NUM_LAYERS = 11
+MODULES = (
+    gems.partition.methods, gems.runs.run_plan, gems.simulation.build, gems.simulation.memory_case,
+    gems.simulation.profiled_costs,
+)  # fmt: skip
+
+
+def made_up(seed: int) -> ModelProfile:
+    return random_profile(NUM_LAYERS, seed, decay=0.9)
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
+    """ResNet-20 on two ranks with a made-up profile, under a cap."""
+    for module in MODULES:
+        monkeypatch.setattr(module, "profile_of", lambda spec: made_up(3))
+    made = toys.make_spec("1f1b", 2)
+    return replace(
+        made, partition=PartitionConfig(), cache_dir=str(tmp_path), memory=MemoryConfig(min_offload_bytes=0),
+        parallel=ParallelConfig(partitions=2, micro_batches=6),
+        model=replace(made.model, depth=20), schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2),
+    )  # fmt: skip
