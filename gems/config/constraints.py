@@ -12,7 +12,7 @@ from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
-from gems.schedule import FAMILIES, PLACED
+from gems.schedule import CAPPED, FAMILIES, PLACED
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES
 
 PREDICTED = ("emulated", "simulated")
@@ -49,6 +49,7 @@ def check_memory(spec: RunSpec) -> None:
         ConfigError: a policy without its limit, or one that the machine or the schedule cannot have.
     """
     memory, machine, actions = spec.memory, spec.machine, spec.schedule.memory_actions
+    strips = spec.parallel.strips
     if memory.name == "keep":
         return
     policy = POLICIES[memory.name]
@@ -65,6 +66,16 @@ def check_memory(spec: RunSpec) -> None:
         (memory.name == "recompute" and memory.offload_inputs and memory.recompute == "selective",
          "memory.offload_inputs", "true", "needs memory.recompute=segment or stage, and it is selective",
          "what selected layers keep stays on the device"),
+        (strips > 1 and not policy.in_strips, "memory", memory.name, f"cannot plan parallel.strips={strips}",
+         f"use {' or '.join(sorted(name for name, each in POLICIES.items() if each.in_strips))}"),
+        (strips > 1 and memory.name == "recompute" and (memory.recompute == "selective" or memory.segments is not None),
+         "memory.recompute", memory.recompute, "acts on parts of a stage, and a strip of a stage is recomputed as one",
+         "set memory.recompute=strip, and leave memory.segments out"),
+        (strips == 1 and memory.name == "recompute" and memory.recompute == "strip", "memory.recompute", "strip",
+         "needs parallel.strips above 1", "set it, or memory.recompute=stage"),
+        (strips > 1 and spec.schedule.name == CAPPED and spec.schedule.activation_cap is None
+         and spec.schedule.activation_cap_bytes is None, "schedule.activation_cap", "null",
+         f"must be given for schedule={CAPPED} in strips", "give it, or another schedule"),
         (actions, "memory", memory.name, f"excludes schedule.memory_actions={list(actions)}",
          "let either the schedule's search or the policy choose what leaves the device"),
     ])  # fmt: skip

@@ -22,7 +22,7 @@ from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 LAYOUTS = ("auto", "chw", "hwc")
 NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
-RECOMPUTES = ("stage", "segment", "selective")
+RECOMPUTES = ("stage", "segment", "selective", "strip")
 RECLAIMS = ("first", "size")
 OBJECTIVES = ("auto", "peak_bytes", "rank_time", "time")
 # What parameters are kept in, and what layers compute in, by train.precision.
@@ -257,7 +257,8 @@ class MemoryConfig:
     recompute: str = choice(
         "segment",
         RECOMPUTES,
-        "what memory=recompute computes again: whole stages, segments of them, or selected layers",
+        "what memory=recompute computes again: whole stages, segments of them, selected layers, or (parallel.strips) "
+        "strips of stages",
     )
     segments: int | None = number(
         None, "segments of a stage under memory=recompute; null: the root of its layers", min=1, max=MAX_LAYERS

@@ -11,6 +11,7 @@ from torch import Tensor
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.activation_store.segment import SegmentKey, Segments, StoredSegment
+from gems.engine.activation_store.stored_strips import StoredStrips
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.metrics import LossSums, Metric
 from gems.engine.optimization.update import Update
@@ -140,7 +141,7 @@ class Executor:
         segment, micro_batch, loss = self._segment(action), _micro_batch(action), self._loss(action)
         inputs = [self._inputs(action)]
         run = segment.forward
-        if isinstance(segment, StoredSegment) and self._has(Kind.R, action):
+        if isinstance(segment, StoredSegment | StoredStrips) and self._has(Kind.R, action):
             run = segment.forward_for_recompute
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
             self.router.hand_over(inputs[0])
@@ -156,7 +157,7 @@ class Executor:
 
     def _recompute(self, action: Action) -> None:
         segment = self._segment(action)
-        assert isinstance(segment, StoredSegment)
+        assert isinstance(segment, StoredSegment | StoredStrips)
         self._begin_draws(action)
         start = self._recorder.timestamp()
         segment.recompute(_micro_batch(action), self._loss(action))
@@ -168,11 +169,8 @@ class Executor:
         gradients, inputs = segment.backward(micro_batch, self._output_gradients(action, received))
         self.activations.count_bytes(-segment.kept_bytes(micro_batch))
         self._put_gradients(action, gradients, received)
-        if self.schedule.num_strips > 1:  # weight gradients of a strip behind this one may read its inputs
-            self._lend(action, inputs, received)
-        else:
-            self.router.release(inputs, action._replace(kind=Kind.F))
-            self.router.release(received, action)
+        self.router.release(inputs, action._replace(kind=Kind.F))
+        self.router.release(received, action)
         self._count_between_segments()
         self._recorder.compute(action, start)
 
@@ -182,7 +180,9 @@ class Executor:
         gradients, inputs = segment.backward_input(micro_batch, self._output_gradients(action, received))
         self.activations.count_bytes(segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch))
         self._put_gradients(action, gradients, received)
-        self._lend(action, inputs, received)
+        self.router.borrow(inputs, action._replace(kind=Kind.F))
+        self.router.borrow(received, action)
+        self.router.release_borrowed(action, self._still_read(action))
         self._count_between_segments()
         self._recorder.compute(action, start)
 
@@ -193,12 +193,6 @@ class Executor:
         self.activations.count_bytes(-segment.held_bytes(_micro_batch(action)))
         self.router.release_borrowed(action, self._still_read(action))
         self._recorder.compute(action, start)
-
-    def _lend(self, action: Action, inputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> None:
-        """Release what a backward has used, except what weight gradients will read."""
-        self.router.borrow(inputs, action._replace(kind=Kind.F))
-        self.router.borrow(received, action)
-        self.router.release_borrowed(action, self._still_read(action))
 
     def _infer(self, action: Action) -> None:
         inputs = self._inputs(action)

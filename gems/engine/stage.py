@@ -50,7 +50,7 @@ class Stage:
         self.input_bytes: int | None = None
         self.held_for_weights_bytes: int | None = None
         self.is_first = is_first
-        self._poll = poll
+        self.poll = poll
         self._stash: dict[int, Stash] = {}
         self._deferred: dict[int, DeferredGradients] = {}
         self._layers: SplitLayers | None = None
@@ -117,7 +117,7 @@ class Stage:
         Raises:
             RuntimeError: a tensor that is needed was changed in place since `backward_input`.
         """
-        self._deferred.pop(micro_batch).run(self._poll)
+        self._deferred.pop(micro_batch).run(self.poll)
 
     def still_read(self, micro_batch: int) -> set[int]:
         """Return the addresses of the storages that `backward_weight` of a micro-batch will read."""
@@ -146,7 +146,7 @@ class Stage:
             output: Any = tuple(inputs)
             for module in self.modules:
                 output = module(*as_tuple(output))
-                self._poll()
+                self.poll()
         return output
 
     @property
@@ -184,10 +184,10 @@ class Stage:
         output: Any = leaves
         for module in self.modules:
             output = module(*as_tuple(output))
-            self._poll()
+            self.poll()
             first = next(tensors_in(output))
             if first.requires_grad:
-                first.register_hook(lambda _: self._poll())  # type: ignore[no-untyped-call]
+                first.register_hook(lambda _: self.poll())  # type: ignore[no-untyped-call]
         return as_tuple(output) if loss is None else (loss(output),)
 
 

@@ -92,16 +92,16 @@ class TensorRouter:
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Keep inputs of an action that weight gradients of its stage may still read."""
         if tensors and self._sources[action] not in self._stays:
-            self._borrowed.setdefault(self._whole_key(action), []).append((list(tensors), action))
+            self._borrowed.setdefault(micro_batch_key(action), []).append((list(tensors), action))
 
     def release_borrowed(self, action: Action, still_read: set[int]) -> None:
         """Release what the stage and micro-batch of an action borrowed, except the storages at `still_read`."""
         left = []
-        for tensors, taken_by in self._borrowed.pop(self._whole_key(action), []):
+        for tensors, taken_by in self._borrowed.pop(micro_batch_key(action), []):
             self.release([tensor for tensor in tensors if _address(tensor) not in still_read], taken_by)
             left.append(([tensor for tensor in tensors if _address(tensor) in still_read], taken_by))
         if any(tensors for tensors, _ in left):
-            self._borrowed[self._whole_key(action)] = left
+            self._borrowed[micro_batch_key(action)] = left
 
     def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
         """Count what is on its way inside of stages, without memory that is counted elsewhere."""
@@ -118,11 +118,6 @@ class TensorRouter:
         self._borrowed.clear()
         self.between_stages.set_bytes(0)
         self.between_segments.set_bytes(0)
-
-    def _whole_key(self, action: Action) -> MicroBatchKey:
-        """Return the key of an action's micro-batch, of all strips together."""
-        direction, stage, micro_batch = micro_batch_key(action)
-        return direction, stage, micro_batch // self._schedule.num_strips
 
     def _release_tensors(self, source: Action, tensors: Sequence[Tensor]) -> None:
         if source.kind in RECV_KINDS:

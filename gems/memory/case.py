@@ -12,6 +12,7 @@ from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import MemoryPlan, Place, add_memory, place_of
 from gems.memory.timeline import RankTimeline, rank_timeline, segment_costs
 from gems.profile import ModelProfile
+from gems.profile.strip_profile import StripProfile
 from gems.schedule.action import COMPUTE_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
@@ -25,7 +26,8 @@ from gems.schedule.simulate import Simulation, simulate
 class MemoryCase:
     """What a policy plans for: `schedule` is the compute-only one, in whole stages. Rates are bytes per second.
 
-    `limit_bytes` is what a rank may hold; `network` has times in seconds.
+    `limit_bytes` is what a rank may hold; `network` has times in seconds. In `strips` each stage is a layer of the
+    profile (`gems.memory.strips`).
     """
 
     profile: ModelProfile
@@ -38,6 +40,7 @@ class MemoryCase:
     network: Network = FREE
     least_bytes: int = 0
     num_replicas: int = 1
+    strips: StripProfile | None = None
 
     @cached_property
     def kept(self) -> PlanOutcome:
@@ -84,7 +87,7 @@ class MemoryCase:
     ) -> Iterator[RankTimeline]:
         """Yield the bytes along a lowered schedule under a plan, for each of the ranks (default: all)."""
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
-            yield rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
+            yield rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer], self.strips)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def static_blocks(
 
     These are parameters, their gradients and the optimizer's state, buffers, and the images of the step.
     """
-    directions = list(schedule.directions().values())
+    directions = list(schedule.whole_directions().values())
     for direction, stage in schedule.placement.stages_on(rank):
         for layer in profile.layers[boundaries[stage] : boundaries[stage + 1]]:
             yield from (layer.param_bytes,) * (2 + optimizer.states)
@@ -100,7 +100,7 @@ def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tu
     their gradients.
     """
     counts = {held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)}
-    directions = list(schedule.directions().values())
+    directions = list(schedule.whole_directions().values())
     for (direction, stage), mine in counts.items():
         mine["images"] = directions.count(direction) if stage == 0 else 0
     return counts, _count_boundary(schedule, rank, counts)

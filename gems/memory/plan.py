@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -120,6 +120,11 @@ class MemoryPlan:
                 joined.append(segment)
             stages.append(tuple(joined))
         return replace(self, stages=tuple(stages))
+
+    def between(self, boundaries: Sequence[int]) -> MemoryPlan:
+        """Return the plan with other boundaries, of one with a segment for each stage."""
+        cuts = list(pairwise(boundaries))
+        return self.changed(lambda place, segment: replace(segment, first=cuts[place[0]][0], end=cuts[place[0]][1]))
 
     def segment(self, place: Place) -> Segment:
         """Return a segment."""

@@ -18,6 +18,7 @@ from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.lms.distance import lms
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.recompute import keep_last, recompute, run_again
+from gems.memory.policies.strips import plan_in_strips
 from gems.memory.policies.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
 from gems.utils.registry import Registry
 
@@ -31,7 +32,7 @@ class MemoryPolicy:
     `make` makes the plan of a case, or raises DoesNotFitError if nothing that the policy can do keeps the limit. One
     that `needs_limit` must know how much a device has; of one that `takes_target` memory.target_reduction may replace
     it. `quick_ways` and `slow_ways` are values of memory.recompute with which `gems plan` tries it, by what one
-    evaluation takes ("" for a policy that does not read it).
+    evaluation takes ("" for a policy that does not read it). One that runs `in_strips` then chooses by stage.
     """
 
     make: Maker
@@ -39,6 +40,7 @@ class MemoryPolicy:
     takes_target: bool = False
     quick_ways: tuple[str, ...] = ()
     slow_ways: tuple[str, ...] = ("",)
+    in_strips: bool = False
 
 
 POLICIES: Registry[MemoryPolicy] = registries.POLICIES
@@ -95,8 +97,9 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 
 _PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
-    ("keep", lambda memory, case: MemoryPlan.keeping(case.boundaries), {"quick_ways": ("",), "slow_ways": ()}),
-    ("vdnn_all", lambda memory, case: vdnn_all(case, memory.asynchronous), {"slow_ways": ()}),
+    ("keep", lambda memory, case: MemoryPlan.keeping(case.boundaries),
+     {"quick_ways": ("",), "slow_ways": (), "in_strips": True}),
+    ("vdnn_all", lambda memory, case: vdnn_all(case, memory.asynchronous), {"slow_ways": (), "in_strips": True}),
     ("vdnn_conv", lambda memory, case: vdnn_conv(case, memory.asynchronous), {"slow_ways": ()}),
     ("vdnn_dyn", lambda memory, case: vdnn_dyn(case, memory.asynchronous), {"needs_limit": True}),
     ("lms", lambda memory, case: lms(case, memory.swapout_threshold, memory.swapin_ahead, memory.swapin_groupby,
@@ -104,13 +107,13 @@ _PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
     ("lms_limit", lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
      {"needs_limit": True, "slow_ways": ()}),
     ("recompute", lambda memory, case: recompute(case, memory.recompute, memory.segments,
-        memory.offload_inputs), {"quick_ways": ("stage",), "slow_ways": ("selective", "segment")}),
+        memory.offload_inputs), {"quick_ways": ("stage",), "slow_ways": ("selective", "segment"), "in_strips": True}),
 )  # fmt: skip
 for _name, _make, _known in _PUBLISHED:
     memory_policy(_name, **_known)(_make)
 
 
-@memory_policy("plan", needs_limit=True, takes_target=True)
+@memory_policy("plan", needs_limit=True, takes_target=True, in_strips=True)
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the optimal plan under the limit, or under that of memory.target_reduction if it is less.
 
@@ -119,8 +122,10 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:
         limit = min(limit, target_limit_bytes(case, memory.target_reduction))
+    if case.strips is not None:
+        return plan_in_strips(case, limit, memory.budget_s)
     limited = replace(case, limit_bytes=limit)
-    recomputing = (partial(recompute, how=how) for how in RECOMPUTES)
+    recomputing = (partial(recompute, how=how) for how in RECOMPUTES if how != "strip")
     makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
     makers = (
         vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing,

@@ -8,7 +8,26 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
+from gems.schedule.action import Kind
+
 Key = Hashable
+Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a micro-batch holds during an action of its own, and after it, in bytes."""
+
+    during_bytes: int = 0
+    device_bytes: int = 0
+    activation_bytes: int = 0
+    host_bytes: int = 0
+    moved_bytes: int = 0
+
+
+def inputs_leave(script: Script) -> bool:
+    """Whether what a stage is given leaves; see `Schedule.inputs_leave`."""
+    return (Kind.R, 0) in script and (Kind.OFFLOAD, 0) in script
 
 
 @dataclass(slots=True)

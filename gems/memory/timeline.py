@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
-from gems.memory.residency import Residency
+from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
+from gems.memory.strips import BetweenStrips, boundary_sizes, strip_states
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
+from gems.profile.strip_profile import StripProfile
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import SegmentCosts, StageCosts
 from gems.schedule.schedule import Schedule
 
 MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
-Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
 OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "split")
 # of a micro-batch on a stage that leaves the device whole
@@ -65,13 +66,20 @@ class RankTimeline:
 
 
 def rank_timeline(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
+    profile: ModelProfile,
+    plan: MemoryPlan,
+    schedule: Schedule,
+    rank: int,
+    optimizer: Optimizer,
+    strips: StripProfile | None = None,
 ) -> RankTimeline:
     """Return the bytes along a rank's lowered schedule, by the rules that the engine's store follows (`Residency`).
 
     Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors between stages,
     saved storages, values and gradients between segments, and the transients of each action. If the schedule does not
-    wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted.
+    wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted. In `strips` the
+    profile and the plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
+    largest strip.
     """
     spans, cuts = profile_storages(profile).spans, plan.boundaries
     held, actions = boundary_tensors(schedule, rank)
@@ -79,7 +87,10 @@ def rank_timeline(
     for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
-        sizes += [(counts, name, as_bytes(getattr(spans, table)[span])) for name, table in _BETWEEN_STAGES]
+        if strips is None:
+            sizes += [(counts, name, as_bytes(getattr(spans, table)[span])) for name, table in _BETWEEN_STAGES]
+    if strips is not None:
+        sizes += boundary_sizes(strips, held)
 
     def outside() -> int:
         """Return the bytes that belong to no micro-batch's own actions; only compute and transfers change them."""
@@ -88,11 +99,17 @@ def rank_timeline(
             total += counts[name] * num_bytes
         return total
 
-    storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
-    states = {
-        key: iter(micro_batch_states(storages[key[1]], script))
-        for key, script in micro_batch_scripts(schedule.rows[rank]).items()
-    }
+    scripts = micro_batch_scripts(schedule.rows[rank])
+    if strips is None:
+        storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
+        states = {key: iter(micro_batch_states(storages[key[1]], script)) for key, script in scripts.items()}
+    else:
+        num = strips.num_strips
+        states = {
+            (way, stage, strip): iter(strip_states(strips.stages[stage][(strip or 0) % num], script, plan.least_bytes))
+            for (way, stage, strip), script in scripts.items()
+        }
+    between = None if strips is None else BetweenStrips(strips)
     last: dict[MicroBatchKey, State] = {}
     device = activations = host = 0
     outside_bytes = outside()
@@ -114,19 +131,18 @@ def rank_timeline(
         activations += state.activation_bytes - before.activation_bytes
         host += state.host_bytes - before.host_bytes
         during += state.during_bytes
+        if between is not None:
+            during += between.device_bytes
+            during -= between.act(action)
+            points.append(
+                Point(
+                    action, during, outside_bytes + device + between.device_bytes,
+                    activations + between.activation_bytes, host, state.moved_bytes,
+                )
+            )  # fmt: skip
+            continue
         points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
     return RankTimeline(tuple(points))
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a micro-batch holds during an action of its own, and after it, in bytes."""
-
-    during_bytes: int = 0
-    device_bytes: int = 0
-    activation_bytes: int = 0
-    host_bytes: int = 0
-    moved_bytes: int = 0
 
 
 _NOTHING = State()
@@ -243,11 +259,6 @@ class MicroBatch:
         if segment:
             self._gradient_bytes = storages.layers.profile.layers[span[0] - 1].output_grad_bytes
         return during
-
-
-def inputs_leave(script: Script) -> bool:
-    """Whether what a stage is given leaves; see `Schedule.inputs_leave`."""
-    return (Kind.R, 0) in script and (Kind.OFFLOAD, 0) in script
 
 
 @lru_cache(maxsize=MAX_STAGES)

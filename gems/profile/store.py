@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -22,6 +22,7 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.model_profile import ModelProfile
 from gems.profile.pace import RunPace
+from gems.profile.strip_profile import StripProfile
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.targets import source_of
 
@@ -30,7 +31,9 @@ DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.operators"
+TAKER, OPERATORS_TAKER, STRIPS_TAKER = (
+    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips")
+)  # fmt: skip
 _SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
 # the keys of the configuration that a profile depends on beside its subject
 _ON_FAKE = (
@@ -194,13 +197,32 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
     return cached(spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops"))
 
 
+def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
+    """Return what the stages of a resolved run keep of each strip, from the cache or taken now, on fake tensors.
+
+    Raises:
+        ConfigError: a layer that needs the whole image, or as `take_profile`.
+    """
+    cut = replace(spec, parallel=replace(spec.parallel, boundaries=list(boundaries)))
+    known = {
+        **subject_of(spec), "strips": spec.parallel.strips, "boundaries": list(boundaries), "profiler": PROFILER,
+        "device": spec.machine.device, **versions(),
+    }  # fmt: skip
+    key = json.dumps(known, sort_keys=True, default=str)
+    return StripProfile.from_json(
+        cached(spec.cache_dir, "strips", key, lambda: take_profile(cut, STRIPS_TAKER, "stages"))
+    )
+
+
 def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
     """Take the profile and return its document; raises ConfigError for what the profiler refused, or how it failed.
 
     A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
     """
-    print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
-    if "torch" in sys.modules and spec.profile.name == "fake":
+    is_strips = taker == STRIPS_TAKER
+    what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"
+    print(f"gems: taking the {what} ...", file=sys.stderr, flush=True)
+    if "torch" in sys.modules and (is_strips or spec.profile.name == "fake"):
         try:
             document: dict[str, Any] = json.loads(json.dumps(import_module(taker or TAKER).take(spec).to_json()))
         except ConfigError:

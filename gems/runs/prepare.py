@@ -56,8 +56,8 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = Tru
         folder.write_boundaries(made.boundaries)
         if made.profile is not None:
             write_json(folder.profile_json, made.profile.to_json(), indent=None)
-        if made.memory is not None:
-            write_json(folder.memory_json, made.memory.plan.to_json() | {"predicted": made.memory.to_json()})
+        if made.memory is not None and made.memory_plan is not None:
+            write_json(folder.memory_json, made.memory_plan.to_json() | {"predicted": made.memory.to_json()})
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
         summary = write_bundle(folder.provenance, spec)

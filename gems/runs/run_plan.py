@@ -28,7 +28,14 @@ from gems.schedule.strips import without_strips
 from gems.schedule.validate import validate
 from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
-from gems.simulation.memory_case import check_fits, memory_case, memory_outcome, node_host_bytes, with_replicas
+from gems.simulation.memory_case import (
+    check_fits,
+    memory_case,
+    memory_outcome,
+    node_host_bytes,
+    strip_case,
+    with_replicas,
+)
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
@@ -49,6 +56,7 @@ class RunPlan:
     boundaries: tuple[int, ...] = ()  # where layers are cut; none without devices, or if operators are placed
     profile: ModelProfile | None = None  # what the partition was made from, if it needed one
     memory: PlanOutcome | None = None  # of the memory policy; None if activations are kept
+    kept: PlanOutcome | None = None  # in strips, where they are kept: what that takes
 
     @property
     def run(self) -> RunSpec:
@@ -68,7 +76,9 @@ class RunPlan:
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """The segments of each stage, None if stages run whole."""
-        return None if self.memory is None else self.memory.plan
+        if self.memory is None:
+            return None
+        return self.memory.plan if self.schedule.num_strips == 1 else self.memory.plan.between(self.boundaries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,6 @@ def _check_strips(spec: RunSpec) -> None:
         return
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
-        f"memory={spec.memory.name}": spec.memory.name != "keep",
         "schedule.memory_actions": bool(spec.schedule.memory_actions),
         f"train.precision={spec.train.precision}": spec.train.dtype != spec.train.compute_dtype,
         f"schedule={spec.schedule.name}, a graph of stages": spec.schedule.name == PLACED,
@@ -178,11 +187,12 @@ def predict(plan: RunPlan) -> Prediction:
 
 
 def predict_peak(plan: RunPlan) -> Peak | None:
-    """Return the peak bytes of a planned run, None if it has no profile or runs in strips."""
-    if plan.memory is not None:
-        rank, on_host = plan.memory.fullest_rank, plan.memory.host_bytes
-        return Peak(rank, plan.memory.peak_bytes[rank], node_host_bytes(plan.spec, on_host))
-    if plan.profile is None or plan.schedule.num_strips > 1:
+    """Return the peak bytes of a planned run, None if it has no profile."""
+    outcome = plan.memory or plan.kept
+    if outcome is not None:
+        rank = outcome.fullest_rank
+        return Peak(rank, outcome.peak_bytes[rank], node_host_bytes(plan.spec, outcome.host_bytes))
+    if plan.profile is None:
         return None
     peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
     rank = peaks.index(max(peaks))
@@ -230,15 +240,25 @@ def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
-    """Return the plan of a run in strips, cut as whole micro-batches: what strips hold is not predicted yet.
+    """Return the plan of a run in strips, cut as whole micro-batches; its memory policy has a choice for each stage.
 
     Raises:
-        ConfigError: a list, read from a file, that recomputes or moves activations.
+        ConfigError: a layer that needs the whole image, or a list from a file that recomputes or moves activations.
+        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
     """
     if schedule.has_memory_actions:
         _refuse_strips(spec, "a list that recomputes or moves activations")
     boundaries = _unlimited_partition(run, without_strips(schedule))
-    return RunPlan(spec, run.cost, schedule, boundaries, _profile(run, schedule))
+    case = strip_case(run, compute_only(schedule), boundaries)
+    if spec.memory.name != "keep":
+        outcome = memory_outcome(run, case)
+        made = validate(outcome.schedule, outcome.costs)
+        return RunPlan(spec, run.cost, made, boundaries, profile_of(run), outcome)
+    kept = replace(case.kept, schedule=schedule)
+    plan = replace(kept.plan, policy="keep")
+    kept = replace(kept, plan=plan, ranks=tuple(case.timelines(plan, schedule)))
+    check_fits(run, kept)
+    return RunPlan(spec, run.cost, schedule, boundaries, profile_of(run), kept=kept)
 
 
 def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:

@@ -11,9 +11,10 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.memory.storages import profile_storages
+from gems.memory.strips import stages_as_layers
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
-from gems.profile.store import profile_of
+from gems.profile.store import profile_of, strips_of
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN
@@ -42,6 +43,18 @@ def memory_case(
     )  # fmt: skip
 
 
+def strip_case(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryCase:
+    """Return what the memory policies of a resolved run in strips plan for: each stage is a layer.
+
+    Raises:
+        ConfigError: a layer that needs the whole image, or a profile that cannot be had.
+    """
+    strips = strips_of(spec, boundaries)
+    profile = stages_as_layers(strips, profile_of(spec))
+    case = memory_case(spec, schedule, tuple(range(len(boundaries))), profile)
+    return replace(case, strips=strips)
+
+
 def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
     """Return what the run's memory policy does; the plan is kept in the cache.
 
@@ -51,7 +64,7 @@ def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
     key = repr((
         run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer,
         case.limit_bytes,
-        case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
+        case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas, case.strips,
     ))  # fmt: skip
     made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))
     outcome = with_replicas(run, case, case.outcome(made))

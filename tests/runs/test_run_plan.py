@@ -54,22 +54,46 @@ def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
     assert made.memory_plan is None and made.schedule.num_segments == (None, None)
 
 
-def test_strips_are_cut_as_whole_micro_batches_and_have_no_predicted_bytes(spec: RunSpec) -> None:
-    kept = replace(spec, memory=MemoryConfig(), partition=replace(spec.partition, name="exact"))
-    strips = replace(kept, parallel=replace(spec.parallel, strips=3))
-    whole, plan = plan_run(kept), plan_run(strips)
-    assert plan.boundaries == whole.boundaries and plan.schedule.num_strips == 3
-    assert predict_peak(plan) is None and predict_peak(whole) is not None
-    small = replace(strips, machine=replace(spec.machine, device_bytes=1000))
-    assert plan_run(small).schedule.rows == plan.schedule.rows
-    with pytest.raises(DoesNotFitError):
-        plan_run(replace(small, parallel=spec.parallel))
+@pytest.fixture
+def strips(tmp_path: Path) -> RunSpec:
+    """A ResNet without norms on two ranks, in strips."""
+    norm = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
+    return replace(toys.make_spec("1f1b", 2, model=norm, parallel__strips=3), cache_dir=str(tmp_path / "cache"))
+
+
+def test_strips_are_cut_as_whole_micro_batches_and_hold_what_is_predicted_of_them(strips: RunSpec) -> None:
+    whole, plan = plan_run(replace(strips, parallel=replace(strips.parallel, strips=1))), plan_run(strips)
+    assert plan.boundaries == whole.boundaries and plan.schedule.num_strips == 3 and plan.memory_plan is None
+    peak = predict_peak(plan)
+    assert peak is not None
+    fits = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes))
+    assert plan_run(fits).schedule.rows == plan.schedule.rows
+    small = replace(strips, machine=replace(strips.machine, device_bytes=peak.device_bytes - 1))
+    with pytest.raises(DoesNotFitError, match=f"rank {peak.rank} of 2 under memory=keep"):
+        plan_run(small)
+
+
+def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: RunSpec) -> None:
+    kept = predict_peak(plan_run(strips))
+    assert kept is not None
+    again = plan_run(replace(strips, memory=MemoryConfig("recompute", recompute="strip")))
+    peak, plan = predict_peak(again), again.memory_plan
+    assert peak is not None and peak.device_bytes < kept.device_bytes
+    assert plan is not None and plan.boundaries == again.boundaries and again.schedule.num_segments == (1, 1)
+    number = sum(action.kind is Kind.R for _, action in again.schedule.actions())
+    assert number == 2 * again.schedule.num_micro_batches
+    away = plan_run(replace(strips, memory=MemoryConfig("vdnn_all", min_offload_bytes=0)))
+    assert away.schedule.has_any(Kind.OFFLOAD) and predict_peak(away).host_bytes > 0
+    limit = (peak.device_bytes + kept.device_bytes) // 2
+    found = plan_run(replace(strips, memory=MemoryConfig("plan", limit_bytes=limit, min_offload_bytes=0)))
+    assert predict_peak(found).device_bytes <= limit and found.memory.step_s <= again.memory.step_s
+    with pytest.raises(DoesNotFitError, match=r"under memory=plan .*memory.limit_bytes=1000"):
+        plan_run(replace(strips, memory=MemoryConfig("plan", limit_bytes=1000)))
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"memory__name": "recompute"}, "with memory=recompute"),
         (
             {"schedule__name": "capped", "schedule__activation_cap": 1.0, "schedule__memory_actions": ["recompute"]},
             "with schedule.memory_actions",

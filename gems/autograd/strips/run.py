@@ -265,15 +265,8 @@ class StripRun:
             pieces = [self._piece(ref.number, piece) for piece in next(taken)]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
 
-        def settle(value: Any) -> Any:
-            if isinstance(value, Weight):
-                return self._rows_of(value.get(), operation, at)
-            if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-                return type(value)(map(settle, value))
-            return self._device if isinstance(value, torch.device) else value
-
-        args = settle(each(tensor, step.args))
-        kwargs = {key: settle(value) for key, value in each(tensor, step.kwargs).items()}
+        args = self._settle(each(tensor, step.args), operation, at)
+        kwargs = {key: self._settle(value, operation, at) for key, value in each(tensor, step.kwargs).items()}
 
         @contextmanager
         def seeded(row: int | None) -> Iterator[None]:
@@ -281,6 +274,15 @@ class StripRun:
                 yield
 
         return Call(step.name, step.target, args, kwargs, rows, operation.state, seeded, self._deferred, carried)
+
+    def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
+        """Return arguments with weights and the device in place."""
+        # a method: a nested function that calls itself would hold all tensors until Python collects garbage
+        if isinstance(value, Weight):
+            return self._rows_of(value.get(), operation, at)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            return type(value)(self._settle(part, operation, at) for part in value)
+        return self._device if isinstance(value, torch.device) else value
 
     def _rows_of(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
         """Return the rows of a tensor that stands for the whole map, such as an embedding of positions."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.run import Draws
 from gems.autograd.strips.stage import StripStage
 
-_Edges = list[GradientEdge | None]
 
-
-@dataclass(slots=True)
 class Cut:
     """A place where the graph begins: the gradient that arrives there, and no tensor, which would be held."""
 
-    gradient: Tensor | None = None
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
 
 
 class _Begin(Function):
@@ -45,37 +44,61 @@ def begin(cut: Cut, tensor: Tensor) -> Tensor:
     return _apply(cut, torch.empty(0, requires_grad=True), tensor)
 
 
+class _Graph(NamedTuple):
+    """The ends of a strip's graph: what it gives and keeps, and what it was given and had been kept."""
+
+    outputs: list[GradientEdge | None]
+    kept: list[GradientEdge | None]
+    inputs: list[Cut | None]
+    carried: list[Cut | None]
+
+
 class StripSample:
-    """Forward of strips first to last, then backward last to first, of one micro-batch."""
+    """Forward of strips first to last, then backward last to first, of one micro-batch.
+
+    A strip may be run without a graph, and run again before its backward from its inputs and what was carried to it.
+    """
 
     def __init__(self, stage: StripStage, draws: Draws | None = None, has_input_gradients: bool = True) -> None:
         self._stage, self._draws, self._has_gradients = stage, draws, has_input_gradients
         self._carries: tuple[Tensor, ...] = ()
-        self._edges: list[tuple[_Edges, _Edges]] = []
-        self._cuts: list[tuple[list[Cut | None], list[Cut | None]]] = []
+        self._graphs: list[_Graph | None] = []
         self._given: list[Tensor | None] = []  # gradients of what a strip has kept, from the strip behind it
 
     @property
     def carried(self) -> tuple[Tensor, ...]:
-        """What the last strip has kept for the next."""
+        """What the last strip has kept for the next: in memory of its own, unless weights alone determine it."""
         return self._carries
 
+    @property
+    def static(self) -> list[Tensor]:
+        """What of `carried` weights alone determine, the same in all strips of an image."""
+        return [self._carries[place] for place in self._stage.static_carries(len(self._graphs) - 1)]
+
     def forward(
-        self, inputs: Sequence[Tensor | None], deferred: DeferredGradients | None = None
+        self, inputs: Sequence[Tensor | None], deferred: DeferredGradients | None = None, *, is_run_again: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Run the next strip; return what it gives, detached."""
-        is_cut = [self._has_gradients and tensor is not None and tensor.is_floating_point() for tensor in inputs]
-        here = [Cut() if each else None for each in is_cut]
-        kept_cuts = [Cut() if tensor.requires_grad else None for tensor in self._carries]
-        given = [tensor if cut is None or tensor is None else begin(cut, tensor)
-                 for cut, tensor in zip(here, inputs, strict=True)]  # fmt: skip
-        carried = [tensor if cut is None else begin(cut, tensor)
-                   for cut, tensor in zip(kept_cuts, self._carries, strict=True)]  # fmt: skip
-        outputs, kept = self._stage.forward(len(self._cuts), given, carried, self._draws, deferred)
-        self._edges.append(([_edge(tensor) for tensor in outputs], [_edge(tensor) for tensor in kept]))
-        self._cuts.append((here, kept_cuts))
-        self._carries = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept)
+        """Run the next strip; return what it gives, detached. If it `is_run_again`, its graph is dropped."""
+        strip = len(self._graphs)
+        outputs, kept, graph = self._run(strip, inputs, self._carries, deferred)
+        self._graphs.append(None if is_run_again else graph)
+        static = set(self._stage.static_carries(strip))
+        self._carries = tuple(
+            (tensor.detach() if place in static or _is_among(tensor, self._carries) else tensor.detach().clone())
+            .requires_grad_(tensor.requires_grad)
+            for place, tensor in enumerate(kept)
+        )  # fmt: skip
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
+
+    def run_again(
+        self,
+        strip: int,
+        inputs: Sequence[Tensor | None],
+        carried: Sequence[Tensor],
+        deferred: DeferredGradients | None = None,
+    ) -> None:
+        """Run a strip again, whose backward is next, from its inputs and what was `carried` to it."""
+        *_, self._graphs[strip] = self._run(strip, inputs, carried, deferred)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run backward of the last strip that is left.
@@ -83,14 +106,47 @@ class StripSample:
         Takes the gradients of its outputs, and returns those of its inputs: None where nothing has come.
         """
         self._carries = ()
-        outputs, kept = self._edges.pop()
-        here, carried = self._cuts.pop()
-        ends = [*zip(outputs, gradients, strict=True), *zip(kept, self._given or [None] * len(kept), strict=True)]
+        graph = self._graphs.pop()
+        assert graph is not None
+        given = self._given or [None] * len(graph.kept)
+        ends = [*zip(graph.outputs, gradients, strict=True), *zip(graph.kept, given, strict=True)]
         pairs = [(edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None]
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        self._given = [None if cut is None else cut.gradient for cut in carried]
-        return tuple(None if cut is None else cut.gradient for cut in here)
+        received = {tensor.untyped_storage()._cdata for tensor in gradients if tensor is not None}
+        self._given = [None if cut is None else _apart(cut.gradient, received) for cut in graph.carried]
+        return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
+
+    def _run(
+        self, strip: int, inputs: Sequence[Tensor | None], carried: Sequence[Tensor], deferred: DeferredGradients | None
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], _Graph]:
+        is_cut = [self._has_gradients and tensor is not None and tensor.is_floating_point() for tensor in inputs]
+        here = [Cut() if each else None for each in is_cut]
+        before = [Cut() if tensor.requires_grad else None for tensor in carried]
+        outputs, kept = self._stage.forward(
+            strip, _begun(here, inputs), _begun(before, carried), self._draws, deferred
+        )  # fmt: skip
+        return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
+
+
+def _begun(cuts: Iterable[Cut | None], tensors: Sequence[Any]) -> list[Any]:
+    return [
+        tensor if cut is None or tensor is None else begin(cut, tensor)
+        for cut, tensor in zip(cuts, tensors, strict=True)
+    ]
+
+
+def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is one that was carried before, whole."""
+    memory = tensor.untyped_storage()
+    is_whole = tensor.numel() * tensor.element_size() == memory.nbytes()
+    return is_whole and any(other.untyped_storage()._cdata == memory._cdata for other in others)
+
+
+def _apart(gradient: Tensor | None, received: set[int]) -> Tensor | None:
+    """Return a gradient in memory of its own: that of a message is written again before the next backward."""
+    is_shared = gradient is not None and gradient.untyped_storage()._cdata in received
+    return gradient.clone() if gradient is not None and is_shared else gradient
 
 
 def _edge(tensor: Tensor | None) -> GradientEdge | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.kernels import drop_rows
 from gems.autograd.strips.lower import draws_numbers, lower
-from gems.autograd.strips.operation import ROWS, WHOLE, Info, Known
+from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known
 from gems.autograd.strips.run import Draws, Network, StripRun
 from gems.autograd.strips.trace import KEY, Trace, trace
 from gems.errors import ConfigError
@@ -101,6 +101,15 @@ class StripStage:
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and type of what `forward` of a strip returns for the next one."""
         return tuple(self._network.shape_of(held) for held in self._network.held[strip])
+
+    def shapes_of(self, strip: int) -> Hashable:
+        """Return a key that is equal for strips whose operations have equal shapes."""
+        before = self.carries(strip - 1) if strip else ()
+        return before, self.carries(strip), self._network.plan.shapes_of(strip)
+
+    def static_carries(self, strip: int) -> list[int]:
+        """Return which of `carries` weights alone determine."""
+        return [place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC]
 
     def forward(
         self,

@@ -21,7 +21,9 @@ from gems.engine.activation_store.copies import CpuCopier, CudaCopier
 from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 from gems.engine.activation_store.saved_tensor_table import SavedTensor
 from gems.engine.activation_store.store import ActivationStore, MicroBatchKey
+from gems.engine.activation_store.stored_strips import StoredStrips
 from gems.engine.stage import Loss, Stage, StageKey, Stash, gradient_edges, run_backward
+from gems.engine.strips.stage import StageInStrips
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
@@ -126,7 +128,7 @@ SegmentKey = tuple[int, int, int | None]  # direction, stage, segment
 class Segments:
     """The segments on a rank, their store, and its pool of host memory."""
 
-    by_key: dict[SegmentKey, StoredSegment]
+    by_key: dict[SegmentKey, StoredSegment | StoredStrips]
     store: ActivationStore
     pool: HostPool
 
@@ -368,7 +370,7 @@ def open_segments(
     is_conv_only = plan is not None and plan.only_conv_inputs
     convolutions = ConvolutionWatch(*(stage.modules for stage in stages.values())) if is_conv_only else None
     store = ActivationStore(schedule, copier, pool, recorder, device, tensors, min_bytes, convolutions)
-    by_key: dict[SegmentKey, StoredSegment] = {}
+    by_key: dict[SegmentKey, StoredSegment | StoredStrips] = {}
     for (direction, number), stage in stages.items():
         names = schedule.segments_of(number)
         whole = (Segment(0, len(stage.modules)),)
@@ -380,6 +382,10 @@ def open_segments(
                 f"stage {number} has {len(stage.modules)} layers and {len(names)} segments in the schedule, "
                 "unlike in the plan", "prepare the run again",
             )  # fmt: skip
+        if isinstance(stage, StageInStrips):
+            (name,) = names
+            by_key[direction, number, name] = StoredStrips(stage, (direction, number), store)
+            continue
         for name, segment in zip(names, planned, strict=True):
             by_key[direction, number, name] = StoredSegment(
                 stage, nn.ModuleList(stage.modules[segment.first - first : segment.end - first]), (direction, number),

@@ -21,22 +21,20 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class _Image:
+class Image:
     """A micro-batch on its way through a stage.
 
     Of the last stage there are the outputs until the loss follows the last strip, then the edge of the loss and, for
-    each strip, the places where the gradients of its outputs arrive. While sizes are measured, `counted` are the
-    addresses of what its strips keep, `inputs` those of what they were given, and `carried_bytes` the size of what only
-    the next strip, or the loss, holds.
+    each strip, the places where the gradients of its outputs arrive. `left_bytes` is the size of what only the next
+    strip or the loss will read, of which the loss `waiting_bytes`; counted while sizes are measured, or for the store.
     """
 
     sample: StripSample
     outputs: list[tuple[Tensor | None, ...]] = field(default_factory=list)
     cuts: list[list[Cut | None]] = field(default_factory=list)
     loss: tuple[GradientEdge | None, ...] = ()
-    inputs: set[int] = field(default_factory=set)
-    counted: set[int] = field(default_factory=set)
-    carried_bytes: int = 0
+    left_bytes: int = 0
+    waiting_bytes: int = 0
 
 
 class StageInStrips(Stage):
@@ -59,9 +57,9 @@ class StageInStrips(Stage):
     ) -> None:
         """Take the streaming form of the modules and what it takes; `draws` gives the seeds of the present image."""
         super().__init__(modules, is_first, poll)
-        self._form, self._takes, self._gives = form, takes, Passed(form.outputs, form.strips)
-        self._device, self._draws = device, draws
-        self._images: dict[int, _Image] = {}
+        self.form, self.takes, self._gives = form, takes, Passed(form.outputs, form.strips)
+        self.device, self.draws = device, draws
+        self._images: dict[int, Image] = {}
         self._brought_bytes: dict[int, int] = {}  # by strip, as the two below
         self._kept_bytes: dict[int, int] = {}
         self._held_bytes: dict[int, int] = {}
@@ -70,22 +68,15 @@ class StageInStrips(Stage):
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> Tensors:
         """Run a strip and keep what backward needs; return the tensors of the next boundary, detached."""
-        number, strip = divmod(micro_batch, self._form.strips)
-        if strip == 0:
-            self._images[number] = _Image(StripSample(self._form, self._draws, not self.is_first))
-        image = self._images[number]
-        if self.is_first:
-            boundary = self._takes.boundaries[0]
-            inputs = tuple(tensor.narrow(boundary.dim, *self._takes.rows(0, strip)) for tensor in inputs)
+        image, strip = self._image_of(micro_batch)
+        inputs = self._rows_of(strip, inputs)
         deferred = DeferredGradients() if is_split else None
-        if len(self._brought_bytes) < self._form.strips:
+        if len(self._brought_bytes) < self.form.strips:
             outputs = self._measure(image, strip, inputs, loss, deferred)
         else:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
         self._stash[micro_batch] = Stash(tuple(inputs), (), deferred)
-        if loss is not None:
-            return ()
-        return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
+        return self._given_on(strip, outputs, loss)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Add to the parameters' gradients, and free what forward of the strip kept."""
@@ -93,57 +84,75 @@ class StageInStrips(Stage):
 
     def backward_input(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Compute the input gradients as `backward`, and keep only what the weight gradients need."""
-        number, strip = divmod(micro_batch, self._form.strips)
-        stash, known = self._stash.pop(micro_batch), self._images[number].inputs
+        stash, strip = self._stash.pop(micro_batch), micro_batch % self.form.strips
         assert stash.deferred is not None
         found = self._back(micro_batch, stash, gradients)
         self._deferred[micro_batch] = stash.deferred
         if strip not in self._held_bytes:
-            known = known | storage_addresses(self._known([*found[1], *gradients]))
+            known = storage_addresses(self._known([*found[1], *gradients]))
             self._held_bytes[strip] = new_bytes(stash.deferred.tensors(), known)
         return found
 
-    def still_read(self, micro_batch: int) -> set[int]:
-        """Return the addresses that weight gradients of the whole micro-batch will read: strips share what they carry.
-
-        A strip's inputs may be part of what the next one reads.
-        """
-        first = micro_batch - micro_batch % self._form.strips
-        read = super().still_read
-        return set().union(*(read(strip) for strip in range(first, first + self._form.strips)))
-
     def brought_bytes(self, micro_batch: int) -> int:
         """Return what forward of a strip added: what it keeps, and what the next one is left less what it was left."""
-        return self._brought_bytes[micro_batch % self._form.strips]
+        return self._brought_bytes[micro_batch % self.form.strips]
 
     def kept_bytes(self, micro_batch: int) -> int:
         """Return what forward of a strip keeps until its backward."""
-        return self._kept_bytes[micro_batch % self._form.strips]
+        return self._kept_bytes[micro_batch % self.form.strips]
 
     def held_bytes(self, micro_batch: int) -> int:
         """Return what backward of a strip leaves for its weight gradients."""
-        return self._held_bytes[micro_batch % self._form.strips]
+        return self._held_bytes[micro_batch % self.form.strips]
 
     def reset(self) -> None:
         """Drop all micro-batches in flight, after a failed step."""
         super().reset()
         self._images.clear()
 
-    def _run_strip(
-        self, image: _Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
-    ) -> tuple[Tensor | None, ...]:
-        given = self._takes.spread(inputs, strip)
-        for place, boundary in enumerate(self._takes.boundaries):
-            if given[place] is None and boundary.ends is not None:
-                given[place] = torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype, device=self._device)
-        outputs = image.sample.forward(given, deferred)
+    def _image_of(self, micro_batch: int) -> tuple[Image, int]:
+        """Return the image that a strip about to run belongs to, and which one it is of the strips."""
+        number, strip = divmod(micro_batch, self.form.strips)
+        if strip == 0:
+            self._images[number] = Image(StripSample(self.form, self.draws, not self.is_first))
+        return self._images[number], strip
+
+    def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
+        """Return what a strip is given: on the first stage its rows of the images."""
+        if not self.is_first:
+            return tuple(inputs)
+        boundary = self.takes.boundaries[0]
+        return tuple(tensor.narrow(boundary.dim, *self.takes.rows(0, strip)) for tensor in inputs)
+
+    def _given_on(self, strip: int, outputs: Sequence[Tensor | None], loss: Loss | None) -> Tensors:
+        """Return the tensors of the next boundary."""
         if loss is not None:
-            image.outputs.append(outputs)
-            if strip == self._form.strips - 1:
-                self._add_loss(image, loss)
+            return ()
+        return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
+
+    def _spread(self, strip: int, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return inputs at their places, one that has no rows in a strip without any."""
+        given = self.takes.spread(inputs, strip)
+        for place, boundary in enumerate(self.takes.boundaries):
+            if given[place] is None and boundary.ends is not None:
+                given[place] = torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device)
+        return given
+
+    def _run_strip(
+        self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
+    ) -> tuple[Tensor | None, ...]:
+        outputs = image.sample.forward(self._spread(strip, inputs), deferred)
+        self._end_strip(image, strip, outputs, loss)
         return outputs
 
-    def _add_loss(self, image: _Image, loss: Loss) -> None:
+    def _end_strip(self, image: Image, strip: int, outputs: tuple[Tensor | None, ...], loss: Loss | None) -> None:
+        """Keep what a strip of the last stage gives, until the loss follows the last one."""
+        if loss is not None:
+            image.outputs.append(outputs)
+            if strip == self.form.strips - 1:
+                self._add_loss(image, loss)
+
+    def _add_loss(self, image: Image, loss: Loss) -> None:
         """Compute the loss, of what the last strip gives or of the rows of all."""
         image.cuts = [
             [Cut() if tensor is not None and tensor.is_floating_point() else None for tensor in outputs]
@@ -155,48 +164,64 @@ class StageInStrips(Stage):
         ]
         image.outputs = []
         whole: list[Tensor] = []
-        for place, boundary in enumerate(self._form.outputs):
+        for place, boundary in enumerate(self.form.outputs):
             parts = [each for outputs in strips if (each := outputs[place]) is not None]
             whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
         del strips
-        image.loss = gradient_edges((loss(self._form.structured(whole)),))
+        image.loss = gradient_edges((loss(self.form.structured(whole)),))
 
     def _back(self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        number, strip = divmod(micro_batch, self._form.strips)
+        number, strip = divmod(micro_batch, self.form.strips)
         image = self._images[number]
         if image.cuts:
             if image.loss:
                 run_backward(image.loss, gradients)
                 image.loss = ()
+                for cut in (each for cuts in image.cuts for each in cuts if each is not None):
+                    if cut.gradient is not None:  # a part of one for all strips, which each would hold
+                        cut.gradient = cut.gradient.clone()
             given = [None if cut is None else cut.gradient for cut in image.cuts.pop()]
         else:
             given = self._gives.spread(gradients, strip, have_gradient=True)
         found = image.sample.backward(given)
         if strip == 0:
             del self._images[number]
-        inputs: Tensors = stash.inputs
+        inputs = self._inputs_of(micro_batch, stash)
         if self.is_first:
             return (), inputs
-        tensors, made = self._takes.spread(inputs, strip), []
-        for place in self._takes.places(strip, have_gradient=True):
-            tensor, gradient = tensors[place], found[place]
-            assert tensor is not None
-            made.append(torch.zeros_like(tensor) if gradient is None else gradient)
+        made = []
+        for place in self.takes.places(strip, have_gradient=True):
+            boundary, gradient = self.takes.boundaries[place], found[place]
+            if gradient is None:
+                gradient = torch.zeros(boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device)
+            made.append(gradient)
         return tuple(made), inputs
 
+    def _inputs_of(self, micro_batch: int, stash: Stash) -> Tensors:
+        """Return the inputs of a strip whose backward has run."""
+        inputs: Tensors = stash.inputs
+        return inputs
+
     def _measure(
-        self, image: _Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
+        self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
     ) -> tuple[Tensor | None, ...]:
-        """Run a strip and measure what it keeps; a storage counts for the first strip of its image that keeps it."""
-        image.inputs |= storage_addresses(inputs)
+        """Run a strip and measure what it keeps."""
+        known = storage_addresses(self._known([*inputs, *image.sample.static]))
         with StashMeter(self._known(inputs)) as meter:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
-        kept = sum(size for each, size in meter.saved.items() if each not in image.counted | image.inputs)
-        image.counted |= meter.saved.keys()
-        left = [*image.sample.carried, *(each for given in image.outputs for each in given if each is not None)]
-        carried = new_bytes(left, image.counted | image.inputs | storage_addresses(self._known(())))
-        self._brought_bytes.setdefault(strip, kept + carried - image.carried_bytes)
+        saved = known | meter.saved.keys()
+        kept = sum(size for each, size in meter.saved.items() if each not in known)
         self._kept_bytes.setdefault(strip, kept)
+        before = image.left_bytes
+        self._count_left(image, outputs, lambda tensor: bool(storage_addresses([tensor]) & saved))
+        self._brought_bytes.setdefault(strip, kept + image.left_bytes - before)
         self.input_bytes = tensor_bytes(inputs)
-        image.carried_bytes = carried
         return outputs
+
+    def _count_left(self, image: Image, outputs: Sequence[Tensor | None], is_counted: Callable[[Tensor], bool]) -> None:
+        """Count what a strip has left to the next, and what of its outputs waits for the loss, unless it is counted."""
+        static = storage_addresses(image.sample.static)
+        made = (each for each in outputs if each is not None and not is_counted(each))
+        image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if image.outputs else 0
+        left = new_bytes((each for each in image.sample.carried if not is_counted(each)), static)
+        image.left_bytes = left + image.waiting_bytes

@@ -11,10 +11,11 @@ from gems.engine.pipeline import Pipeline
 from gems.engine.transport.mpi import allgather, broadcast
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
+from gems.memory.strips import stages_as_layers
 from gems.memory.timeline import rank_timeline
 from gems.partition.methods import optimizer_name
 from gems.profile.profilers.fake import fake_profile
-from gems.profile.store import read_document
+from gems.profile.store import read_document, strips_of
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
@@ -25,12 +26,13 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
     Of the steps so far; collective, after one step at least.
 
     Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
-    the run was planned with, or a fake profile. Those of strips are not predicted: None.
+    the run was planned with, or a fake profile. Those of strips are predicted on fake tensors.
     """
-    predicted = None
-    if pipeline.segments is not None:
+    if pipeline.schedule.num_strips > 1:
+        predicted = _bytes_of_strips(pipeline)
+    elif pipeline.segments is not None:
         predicted = _bytes_from_profile(pipeline, profile)
-    elif pipeline.schedule.num_strips == 1:
+    else:
         predicted = _bytes_from_stages(pipeline)
     counted = tuple(allgather(pipeline.comm, pipeline.train.activations.peak_bytes))
     return {
@@ -63,8 +65,7 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
     spec, schedule = pipeline.spec, pipeline.schedule
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
-        whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
-        plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
+        plan = pipeline.plan or _kept(pipeline)
         profile = (
             read_document(path)
             if path is not None and path.exists()
@@ -74,6 +75,26 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
         )
         optimizer = OPTIMIZERS[optimizer_name(spec)]
         walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
+        found = tuple(rank.peak_activation_bytes for rank in walked)
+    of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
+    return of_pipeline * spec.parallel.replicas
+
+
+def _kept(pipeline: Pipeline) -> MemoryPlan:
+    """Return the plan of a schedule that has none: what it moves is as large as the run says."""
+    whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
+    return replace(whole, least_bytes=pipeline.spec.memory.min_offload_bytes)
+
+
+def _bytes_of_strips(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return the peak of each rank by walking its schedule over the strips of stages on fake tensors; collective."""
+    spec, schedule, boundaries = pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
+    found: tuple[int, ...] | None = None
+    if pipeline.comm.rank == 0:
+        strips, stages = strips_of(spec, boundaries), range(schedule.num_stages + 1)
+        plan = (pipeline.plan or _kept(pipeline)).between(stages)
+        profile, optimizer = stages_as_layers(strips), OPTIMIZERS[optimizer_name(spec)]
+        walked = (rank_timeline(profile, plan, schedule, rank, optimizer, strips) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
     return of_pipeline * spec.parallel.replicas

@@ -29,6 +29,7 @@ def recompute(
     activations and poolings again and keeps the results of convolutions and matrix products: each layer is a segment,
     and one that would free nothing is kept. With `segments` what layers pass to each other within one is freed too.
     With `offload_inputs` what recomputed segments keep is on the host between, and back one action before it is read.
+    In strips a stage is one segment, and each strip of it is recomputed before its backward.
 
     Raises:
         ConfigError: no such way, or no such number of segments.
@@ -38,7 +39,7 @@ def recompute(
     if segments is not None and segments < 1:
         raise ConfigError("memory.segments", segments, "must be at least 1")
     choice = Choice.OFFLOAD_INPUTS if offload_inputs else Choice.RECOMPUTE
-    if how == "stage":
+    if how == "stage" or case.strips is not None:
         return _plan([[(first, end)] for first, end in pairwise(case.boundaries)], choice)
     if how == "selective" and segments is None:
         layers = (index for index, layer in enumerate(case.profile.layers) if lets_go(layer))

@@ -8,7 +8,7 @@ and rows of zeros where that reader pads the image. So a row is copied for the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,6 +71,23 @@ class ValueStrip:
     window: Span
     taken: tuple[tuple[Piece, ...], ...]
 
+    def moved(self, rows: int) -> Hashable:
+        """Return the spans so many rows further down; those of what is read lie as they do to one another."""
+
+        def span(each: Span) -> Span:
+            return each[0] + rows, each[1] + rows
+
+        pieces = (
+            tuple(Piece(piece.source, *span((piece.begin, piece.end))) for piece in each)
+            for each in (self.copied, self.kept)
+        )
+        first = self.window[0]
+        taken = tuple(
+            tuple(Piece(piece.source, piece.begin - first, piece.end - first) for piece in each) for each in self.taken
+        )
+        window = self.window[1] - first
+        return span(self.new), span(self.fresh), tuple(map(span, self.carried)), *pieces, window, taken
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -78,6 +95,13 @@ class RowPlan:
 
     strips: tuple[tuple[ValueStrip, ...], ...]
     ends: tuple[tuple[int, ...], ...]
+
+    def shapes_of(self, strip: int) -> Hashable:
+        """Return a key that is equal for strips of as many rows, which lie alike to each other and to the edges."""
+        return tuple(
+            (each.moved(-each.new[0]), each.window[0] < 0, each.new[1] == ends[-1], each.fresh[0] < 0)
+            for each, ends in zip(self.strips[strip], self.ends, strict=True)
+        )
 
 
 def plan_rows(values: Sequence[RowValue], num_strips: int) -> RowPlan:

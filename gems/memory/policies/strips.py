@@ -1,0 +1,85 @@
+"""memory=plan in strips: what becomes of the strips of each stage, so that every rank keeps the limit and none waits.
+
+A strip of a stage is kept, leaves for host memory, or is run again, from inputs that stay or leave too. Stages of
+different ranks touch each other only through time, so each rank's choices are tried alone, those that keep its limit
+by the step with all other stages kept; then the stages of all ranks are improved in turn while the budget lasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase
+from gems.memory.plan import Choice, MemoryPlan, Segment
+
+_DISTANCES = (1, 4)  # compute actions between a copy and those that wait for it
+MAX_COMBINATIONS = 256  # of the stages of a rank
+
+
+def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
+    """Return the fastest plan found that keeps a limit in bytes on every rank.
+
+    Raises:
+        DoesNotFitError: no choice for the stages of a rank keeps the limit.
+    """
+    until = time.monotonic() + budget_s
+    kept = MemoryPlan.keeping(case.boundaries)
+    plan, fitting = kept, dict[int, list[MemoryPlan]]()
+    for rank in range(case.schedule.num_ranks):
+        stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
+        least = None
+        found = []
+        for tried in _choices(kept, stages):
+            (peak,) = case.peak_bytes(tried, [rank])
+            least = peak if least is None else min(least, peak)
+            if peak <= limit:
+                found.append(tried)
+        if not found:
+            assert least is not None
+            advice = "use more strips or partitions, or a smaller micro-batch"
+            raise DoesNotFitError(f"rank {rank} under memory=plan", least, limit, advice)
+        fitting[rank] = found
+        plan = _with_stages(plan, min(found, key=lambda tried: case.outcome(tried).step_s), stages)
+    best = case.outcome(plan).step_s
+    is_better = True
+    while is_better and time.monotonic() < until:
+        is_better = False
+        for rank, others in fitting.items():
+            stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
+            for other in others:
+                if time.monotonic() > until:
+                    break
+                tried = _with_stages(plan, other, stages)
+                step_s = case.outcome(tried).step_s
+                if step_s < best:
+                    plan, best, is_better = tried, step_s, True
+    return replace(plan, policy="plan", counters={"limit_bytes": limit})
+
+
+def _choices(kept: MemoryPlan, stages: Sequence[int]) -> Iterator[MemoryPlan]:
+    """Yield the plans in which some stages have each choice, and all others are kept."""
+    ways = [Segment(0, 1)]
+    ways += [Segment(0, 1, choice, far, far) for choice in Choice if choice.is_copied for far in _DISTANCES]
+    ways.append(Segment(0, 1, Choice.RECOMPUTE))
+    if len(ways) ** len(stages) > MAX_COMBINATIONS:  # all stages of the rank alike
+        combinations = [(way,) * len(stages) for way in ways]
+    else:
+        combinations = list(product(ways, repeat=len(stages)))
+    for combination in combinations:
+        of_stage = dict(zip(stages, combination, strict=True))
+        yield kept.changed(
+            lambda place, segment, of_stage=of_stage: replace(  # type: ignore[misc]
+                of_stage.get(place[0], segment), first=segment.first, end=segment.end
+            )
+        )
+
+
+def _with_stages(plan: MemoryPlan, other: MemoryPlan, stages: Sequence[int]) -> MemoryPlan:
+    """Return a plan with some stages of another."""
+    return replace(
+        plan, stages=tuple(other.stages[n] if n in stages else of_stage for n, of_stage in enumerate(plan.stages))
+    )

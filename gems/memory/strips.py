@@ -1,0 +1,158 @@
+"""What a rank holds in strips: each strip is a micro-batch with bytes of its own, and leaves some to the next.
+
+Under strips a segment is a stage: what becomes of a strip of it becomes of all its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+from gems.memory.model import Counts
+from gems.memory.residency import Residency, Script, State, inputs_leave
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.model_profile import Saved
+from gems.profile.strip_profile import StripBytes, StripProfile
+from gems.schedule.action import Action, Kind
+
+_PEAKS = {Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak"}
+_SIZES = {"inputs": "given", "gradients": "given_back", "outputs": "handed_on", "input_gradients": "handed_back"}
+_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "split_s")
+
+
+@cache
+def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[State, ...]:
+    """Return the state of a strip at each of its actions, by the rules that the engine's store follows.
+
+    A strip that is recomputed keeps what it was left, and what the loss saves. Storages below `least_bytes` are not
+    copied.
+    """
+    kinds = {kind for kind, _ in script}
+    residency = Residency({0} if Kind.OFFLOAD in kinds else ())
+    pending = {("carried", number): size for number, size in enumerate(strip.carried)} if Kind.R in kinds else {}
+    if inputs_leave(script):
+        pending["given", 0] = strip.given
+    own = {("saved", number): size for number, size in enumerate(strip.saved)}
+    own |= {("output", number): size for number, size in enumerate(strip.saved_outputs)}
+    carried = {("kept", number): size for number, size in enumerate(strip.saved_carried)}
+    loss = {("loss", number): size for number, size in enumerate(strip.saved_by_loss)}
+    outputs = [key for key in own if key[0] == "output"]
+    held, used_up, states = 0, 0, []
+
+    def save(sizes: dict[tuple[str, int], int]) -> None:
+        for key, size in sizes.items():
+            residency.save(key, size, 0, size >= least_bytes)
+
+    for kind, _ in script:
+        moved = 0
+        during = residency.device_bytes + held - used_up + (getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0)
+        if kind is Kind.F:
+            save(pending if Kind.R in kinds else own | carried)
+            save(loss)
+        elif kind is Kind.R:
+            save(own)
+            used_up = sum(pending.values()) - sum(strip.saved_carried)  # kept only for what has run now
+        elif kind in (Kind.B, Kind.I):
+            moved = _total(residency, residency.prefetch(0))
+            during += moved
+            held = strip.held_for_weights if kind is Kind.I else 0
+            residency.done(0)
+            used_up = 0
+        elif kind is Kind.W:
+            during += strip.weight_gradient_peak
+            held = 0
+        elif kind is Kind.OFFLOAD:
+            moved = _total(residency, residency.offload(0, outputs))
+            if Kind.FREE not in kinds:
+                residency.free(0)
+        elif kind is Kind.FREE:
+            residency.free(0)
+        elif kind is Kind.PREFETCH:
+            moved = _total(residency, residency.prefetch(0))
+        active = residency.device_bytes + held
+        during = max(during, active) if kind is Kind.PREFETCH else during
+        states.append(State(during, active - used_up, active, residency.host_bytes, moved))
+    return tuple(states)
+
+
+def _total(residency: Residency, keys: Iterable[object]) -> int:
+    return sum(residency.states[key].num_bytes for key in keys)
+
+
+class BetweenStrips:
+    """What a rank holds of its images between strips: what the next one is left, or its gradient on the way back."""
+
+    def __init__(self, strips: StripProfile) -> None:
+        self._strips, self._num = strips, strips.num_strips
+        self._held: dict[tuple[int, int, int], tuple[int, int]] = {}  # activations, and gradients
+        self.activation_bytes = 0
+        self.device_bytes = 0
+
+    def act(self, action: Action) -> int:
+        """Record that an action has run; return what of the gradients its own peak counts already."""
+        kind, stage, micro_batch, direction, _ = action
+        assert micro_batch is not None
+        number, strip = divmod(micro_batch, self._num)
+        key, of_stage = (direction, stage, number), self._strips.stages[stage]
+        before = self._held.get(key, (0, 0))
+        if kind is Kind.F:
+            waiting = sum(each.waiting for each in of_stage[: strip + 1]) if strip < self._num - 1 else 0
+            after = of_stage[strip].left + waiting, 0
+        elif kind in (Kind.B, Kind.I):
+            after = 0, (of_stage[strip].carried_back + of_stage[-1].loss_gradient) * (strip > 0)
+        else:
+            return 0
+        self._held[key] = after
+        self.activation_bytes += after[0] - before[0]
+        self.device_bytes += sum(after) - sum(before)
+        return before[1] - of_stage[-1].loss_gradient * (before[1] > 0)
+
+
+def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[str, int], str, int]]:
+    """Yield counts, their field and the most bytes of one, of all that is held between stages, and of the images."""
+    image_bytes = sum(strip.given for strip in strips.stages[0])
+    for (_, stage), counts in held.items():
+        yield from ((counts, name, strips.most(stage, each)) for name, each in _SIZES.items())
+        yield counts, "images", image_bytes if stage == 0 else 0
+
+
+def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) -> ModelProfile:
+    """Return the profile of one strip, in which each stage is a layer: its times shared evenly, its bytes the mean.
+
+    Times and parameters come from the profile of the model's layers, if it is given.
+    """
+    num, stages = strips.num_strips, []
+    for number, (first, end) in enumerate(pairwise(strips.boundaries)):
+        layers, of_stage = profile.layers[first:end] if profile else (), strips.stages[number]
+        saved = tuple(Saved(size) for size in _means(of_stage, "saved"))
+        outputs = tuple(Saved(size, last_use=1) for size in _means(of_stage, "saved_outputs"))
+        stages.append(
+            LayerProfile(
+                name=f"stage {number}",
+                kind="stage",
+                **{name: sum(getattr(layer, name) for layer in layers) / num for name in _TIMES},
+                param_bytes=sum(layer.param_bytes for layer in layers),
+                buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+                stash_bytes=sum(each.num_bytes for each in (*saved, *outputs)),
+                output_bytes=sum(strip.handed_on for strip in of_stage) // num,
+                output_grad_bytes=sum(strip.given_back for strip in of_stage) // num,
+                forward_peak_bytes=strips.most(number, "forward_peak"),
+                backward_peak_bytes=strips.most(number, "backward_peak"),
+                held_for_weights_bytes=sum(strip.held_for_weights for strip in of_stage) // num,
+                saved=(*saved, *outputs),
+            )
+        )
+    given = sum(strip.given for strip in strips.stages[0]) // num
+    if profile is None:
+        return ModelProfile("", 0, 0, 1, "", "", "fake", tuple(stages), given)
+    return replace(profile, height_px=-(-profile.height_px // num), layers=tuple(stages), input_bytes=given)
+
+
+def _means(strips: Sequence[StripBytes], name: str) -> tuple[int, ...]:
+    """Return the bytes of the storages of the middle strip, in proportion to the mean of all."""
+    middle: tuple[int, ...] = getattr(strips[len(strips) // 2], name)
+    total = sum(sum(getattr(strip, name)) for strip in strips) / len(strips)
+    share = total / sum(middle) if sum(middle) else 0.0
+    return tuple(size for each in middle if (size := round(each * share)))

@@ -1,0 +1,274 @@
+"""The strips of stages on fake tensors: each runs forward and backward as in a run, and what it keeps is counted.
+
+Strips that run on equal shapes are run once. As a child process it reads a resolved run as JSON on stdin, cut at
+parallel.boundaries, and prints its strip profile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.strips.sample import Cut, begin
+from gems.autograd.strips.stage import Boundary, StripStage
+from gems.config.schema import RunSpec
+from gems.models import layers_of
+from gems.models.build import input_spec
+from gems.models.mixed import Precision
+from gems.models.streaming.rules import even_ends
+from gems.profile.profilers.chain import Lab
+from gems.profile.profilers.fake import fake_lab, made_fake, on_meta
+from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
+from gems.profile.profilers.live_bytes import LiveBytes, storage_of, unique_bytes
+from gems.profile.profilers.take import answer
+from gems.profile.strip_profile import StripBytes, StripProfile
+
+
+def take(spec: RunSpec) -> StripProfile:
+    """Return the strips of a resolved run that is cut at parallel.boundaries.
+
+    Raises:
+        ConfigError: a layer that needs the whole image.
+    """
+    boundaries, strips = spec.parallel.boundaries, spec.parallel.strips
+    assert boundaries is not None
+    precision = Precision.of(spec.train.layer_dtype)
+    lab = fake_lab(spec.machine, precision)
+    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
+    passed: tuple[Boundary, ...] = (Boundary(given.shape, given.dtype, even_ends(given.shape[2], strips)),)
+    layers, stages = layers_of(spec.model, spec.data), []
+    for first, end in pairwise(boundaries):
+        named = [(layer.name, on_meta(layer, precision.parameters).train()) for layer in layers[first:end]]
+        form = StripStage(named, passed, strips)
+        with lab.mode:
+            modules = nn.ModuleList([made_fake(module) for _, module in named])
+            give_gradients(modules)
+            loss = task_loss(spec.data) if end == len(layers) else None
+            stages.append(_Strips(form, modules, passed, first == 0, loss, lab).all())
+        passed = form.outputs
+    return StripProfile(tuple(boundaries), tuple(stages))
+
+
+class _Forward(NamedTuple):
+    """A strip whose forward has run.
+
+    `saved` and `by_loss` are the bytes of storages that it and the loss have saved, `edges` the ends of its graph, of
+    the outputs first, with shape and type of the gradients that arrive there, of which the first `num_received` come
+    from elsewhere. `loss` is the end of the loss's graph, with the places where the gradients of outputs arrive.
+    """
+
+    saved: dict[int, int]
+    by_loss: dict[int, int]
+    outputs: list[Tensor]
+    kept: tuple[Tensor, ...]
+    left: list[Tensor]
+    edges: list[tuple[GradientEdge, Tensor]]
+    num_received: int
+    loss: tuple[GradientEdge, list[Cut]] | None
+
+
+class _Strips:
+    """Runs the strips of a stage, on fake tensors."""
+
+    def __init__(
+        self,
+        form: StripStage,
+        modules: nn.ModuleList,
+        takes: Sequence[Boundary],
+        is_first: bool,
+        loss: Loss | None,
+        lab: Lab,
+    ) -> None:
+        self._form, self._takes, self._is_first, self._loss = form, takes, is_first, loss
+        self._workspace = lab.workspace
+        self._static = static_tensors(modules)
+        self._known: dict[Hashable, tuple[StripBytes, list[bool]]] = {}
+
+    def all(self) -> tuple[StripBytes, ...]:
+        """Return the bytes of all strips."""
+        found, flags = [], list[bool]()
+        for strip in range(self._form.strips):
+            key = self._is_last(strip), tuple(flags), self._form.shapes_of(strip)
+            if key not in self._known:
+                self._known[key] = self._measure(strip, flags)
+            one, flags = self._known[key]
+            found.append(one)
+        return tuple(found)
+
+    def _is_last(self, strip: int) -> bool:
+        return strip == self._form.strips - 1
+
+    def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
+        """Return the bytes of a strip, and which of what it leaves needs a gradient; `flags` are those of the last."""
+        inputs = [
+            None if each.ends is None and not self._is_last(strip)
+            else torch.empty(each.strip_shape(strip), dtype=each.dtype)
+            for each in self._takes
+        ]  # fmt: skip
+        shapes = self._form.carries(strip - 1) if strip else ()
+        carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        static = set(self._form.static_carries(strip - 1)) if strip else set[int]()
+        own = [tensor for place, tensor in enumerate(carried) if place not in static]
+        given = [tensor for tensor in inputs if tensor is not None]
+        before = self._before(strip)
+        unsaved = {storage_of(each) for each in (*given, *before, *self._static)}
+        unsaved |= {storage_of(carried[place]) for place in static}
+
+        def forward(deferred: DeferredGradients | None) -> tuple[_Forward, LiveBytes]:
+            live = LiveBytes([*given, *carried, *before, *self._static], self._workspace)
+            with live:
+                made = self._forward(strip, inputs, list(zip(carried, flags, strict=True)), before, deferred)
+            return made, live
+
+        made, live = forward(None)
+        forward_peak = live.peak_bytes
+        saved = {name: size for name, size in made.saved.items() if size and name not in unsaved}
+        by_loss = tuple(size for name, size in made.by_loss.items() if name not in unsaved | saved.keys())
+        outputs, carries = ({storage_of(each) for each in some} for some in (made.outputs, own))
+        waiting = sum(
+            each.untyped_storage().nbytes()
+            for each in (made.outputs if self._loss and not self._is_last(strip) else ())
+            if storage_of(each) not in saved
+        )
+        sizes = {
+            "given": unique_bytes(given),
+            "handed_on": 0 if self._loss else unique_bytes(made.outputs),
+            "given_back": 0 if self._loss else _float_bytes(made.outputs),
+            "handed_back": 0 if self._is_first else _float_bytes(given),
+            "left": unique_bytes(made.left),
+            "waiting": waiting,
+            "loss_gradient": sum(each.numel() * each.element_size() for each in before),
+            "carried_back": _float_bytes(each for each, flag in zip(carried, flags, strict=True) if flag),
+        }
+        needs = [tensor.requires_grad for tensor in made.kept]
+        backward_peak, _ = self._backward(made, live)
+        deferred = DeferredGradients()
+        made, live = forward(deferred)
+        input_gradient_peak, received = self._backward(made, live)
+        names = unsaved | {storage_of(each) for each in received}
+        held = unique_bytes(each for each in deferred.tensors() if storage_of(each) not in names)
+        start = live.restart()
+        with live:
+            deferred.run(lambda: None)
+        return StripBytes(
+            **sizes,
+            saved=tuple(size for name, size in saved.items() if name not in outputs | carries),
+            saved_outputs=tuple(size for name, size in saved.items() if name in outputs - carries),
+            carried=tuple(each.untyped_storage().nbytes() for each in own if each.numel()),
+            saved_carried=tuple(size for name, size in saved.items() if name in carries),
+            saved_by_loss=by_loss,
+            held_for_weights=held,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            input_gradient_peak=input_gradient_peak,
+            weight_gradient_peak=live.peak_bytes - start,
+        ), needs  # fmt: skip
+
+    def _before(self, strip: int) -> list[Tensor]:
+        """Return what earlier strips of the last stage have given, for the loss after the last strip."""
+        if self._loss is None or not self._is_last(strip):
+            return []
+        return [
+            torch.empty(each.strip_shape(earlier), dtype=each.dtype)
+            for each in self._form.outputs
+            if each.ends is not None
+            for earlier in range(strip)
+        ]
+
+    def _forward(
+        self,
+        strip: int,
+        inputs: Sequence[Tensor | None],
+        carried: Sequence[tuple[Tensor, bool]],
+        before: Sequence[Tensor],
+        deferred: DeferredGradients | None,
+    ) -> _Forward:
+        """Run a strip; `carried` has what it was left, and whether that needs a gradient."""
+        begun = [
+            each if each is None or self._is_first or not each.is_floating_point() else begin(Cut(), each)
+            for each in inputs
+        ]
+        kept_before = [begin(Cut(), each) if has_gradient else each for each, has_gradient in carried]
+        draws = (lambda _: 0) if self._form.draws else None
+        with _Saved() as saved:
+            outputs, kept = self._form.forward(strip, begun, kept_before, draws, deferred)
+        made = [each for each in outputs if each is not None]
+        by_loss, loss = _Saved(), None
+        if self._loss is not None and self._is_last(strip):
+            cuts: list[Cut] = []
+            with by_loss:
+                value = self._loss(self._form.structured(self._whole(outputs, before, cuts)))
+            loss = get_gradient_edge(value), cuts
+        static = set(self._form.static_carries(strip))
+        left = [each.detach().clone() for place, each in enumerate(kept) if place not in static]
+        edges = [
+            (get_gradient_edge(each), torch.empty_like(each, device="meta"))
+            for each in (*made, *kept)
+            if each.requires_grad
+        ]
+        num_received = 0 if self._loss is not None else sum(each.requires_grad for each in made)
+        return _Forward(saved.num_bytes, by_loss.num_bytes, made, kept, left, edges, num_received, loss)
+
+    def _whole(self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]) -> list[Tensor]:
+        """Return what the loss is given: the rows of all strips, whose gradients arrive at `cuts`."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            cuts.append(Cut())
+            return begin(cuts[-1], tensor.detach())
+
+        earlier, whole = iter(before), []
+        for boundary, made in zip(self._form.outputs, outputs, strict=True):
+            assert made is not None
+            parts = [] if boundary.ends is None else [cut(next(earlier)) for _ in range(self._form.strips - 1)]
+            whole.append(torch.cat([*parts, cut(made)], boundary.dim) if parts else cut(made))
+        return whole
+
+    def _backward(self, made: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
+        """Run backward from all ends; return its peak beyond what is saved, and the gradients that were received."""
+        edges, num_received, loss = list(made.edges), made.num_received, made.loss
+        for each in (made.outputs, made.left, made.edges):
+            each.clear()
+        del made
+        start = live.restart()
+        with live:
+            if loss is not None:
+                torch.autograd.backward([loss[0]], [torch.empty(())])
+                for cut in loss[1]:
+                    cut.gradient = None if cut.gradient is None else cut.gradient.clone()
+            gradients = [torch.empty(like.shape, dtype=like.dtype) for _, like in edges]
+            if edges:
+                torch.autograd.backward([edge for edge, _ in edges], gradients)
+        return live.peak_bytes - start, gradients[:num_received]
+
+
+class _Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Records the bytes of the storages that autograd saves inside."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[int, int] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.num_bytes[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+
+def _float_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors if each.is_floating_point())
+
+
+if __name__ == "__main__":
+    sys.exit(answer(take))

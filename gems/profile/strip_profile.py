@@ -1,0 +1,91 @@
+"""What the stages of a model keep of each strip of an image, as plain data: the bytes behind predictions in strips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA = "gems.strips/1"
+Sizes = tuple[int, ...]  # bytes of storages
+
+
+@dataclass(frozen=True, slots=True)
+class StripBytes:
+    """One strip of one micro-batch on one stage, in bytes.
+
+    Attributes:
+        given: what it is given by the stage before, or its rows of the images.
+        handed_on: what it gives to the next stage.
+        given_back, handed_back: the gradients of `handed_on` and of `given`.
+        saved: the storages that it makes and saves for backward.
+        saved_outputs: those of them that it also hands on.
+        carried: the storages that the strip before has left it.
+        saved_carried: those of them that it saves for backward.
+        saved_by_loss: the storages that the loss makes and saves; of the last strip.
+        left: what it leaves the next strip.
+        waiting: what only the loss will read, until it has run.
+        loss_gradient: the gradients of what earlier strips gave the loss, until the backward of the first has run; of
+            the last strip.
+        carried_back: the gradients of what it was left, until the backward of the strip before has read them.
+        held_for_weights: what its input gradient leaves for its weight gradient.
+        forward_peak: the most that its forward makes at once; the three below likewise, beyond what is saved.
+    """
+
+    given: int
+    handed_on: int
+    given_back: int
+    handed_back: int
+    saved: Sizes
+    saved_outputs: Sizes
+    carried: Sizes
+    saved_carried: Sizes
+    saved_by_loss: Sizes
+    left: int
+    waiting: int
+    loss_gradient: int
+    carried_back: int
+    held_for_weights: int
+    forward_peak: int
+    backward_peak: int
+    input_gradient_peak: int
+    weight_gradient_peak: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes that forward keeps until backward."""
+        return sum((*self.saved, *self.saved_outputs, *self.saved_carried, *self.saved_by_loss))
+
+
+@dataclass(frozen=True, slots=True)
+class StripProfile:
+    """The strips of each stage, first to last, of a model that is cut at `boundaries`."""
+
+    boundaries: tuple[int, ...]
+    stages: tuple[tuple[StripBytes, ...], ...]
+
+    @property
+    def num_strips(self) -> int:
+        """Strips of an image."""
+        return len(self.stages[0])
+
+    def most(self, stage: int, name: str) -> int:
+        """Return the most bytes of something in any strip of a stage."""
+        return max(int(getattr(strip, name)) for strip in self.stages[stage])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document of the cache."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> StripProfile:
+        """Read a document of `to_json`."""
+
+        def read(strip: Mapping[str, Any]) -> StripBytes:
+            fields: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in strip.items()
+            }
+            return StripBytes(**fields)
+
+        stages = tuple(tuple(map(read, stage)) for stage in document["stages"])
+        return cls(tuple(document["boundaries"]), stages)
