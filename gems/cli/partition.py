@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gems.cli.answers import case_facts, draw, picture_path
@@ -12,8 +12,9 @@ from gems.cli.framework import Options, print_json
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
-from gems.partition.max_model_size import max_model_sizes
+from gems.partition.max_model_size import RESOLUTION, max_model_sizes
 from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
+from gems.runs.largest_image import largest_image
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
 from gems.utils.tables import table
@@ -124,6 +125,11 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         return partition_case(changed, schedule, profile_of(changed))
 
     found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
+    strips = None
+    if axis == RESOLUTION:
+        import torch  # noqa: F401  # else each profile would be taken by a process of its own
+
+        strips = largest_image(spec)
     print(file=sys.stderr)
     ours = found[0]
     answer: dict[str, Any] = {
@@ -142,6 +148,7 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
             for each in found
             if each.method in PEERS
         },
+        **({"strips": asdict(strips)} if strips else {}),
     }  # fmt: skip
     if as_json:
         print_json(answer)
@@ -164,4 +171,10 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     print(table(columns, rows, title=head))
     for peer, ratio in answer["parameters_over"].items():
         print(f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the {axis}")
+    if strips:
+        more = f", {strips.side_px / ours.value:.2f} x the side of ours" if ours.value else ""
+        print(
+            f"in strips (parallel.strips={strips.strips} memory={strips.memory}): {strips.side_px} px, "
+            f"{strips.peak_bytes / GIB:.2f} GiB{more}"
+        )
     return 0

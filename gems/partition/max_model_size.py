@@ -14,7 +14,8 @@ from gems.models.families.resnet import block_of
 from gems.partition.methods import PartitionCase, partition_by
 from gems.schedule import FAMILIES
 
-MAX_VALUES = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
+RESOLUTION = "resolution"
+MAX_VALUES = {"depth": 100_000, RESOLUTION: 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "bf16_mixed": 4, "fp16_mixed": 4}  # of a parameter
@@ -66,7 +67,7 @@ def max_model_sizes(
 
     answers = []
     for method in methods:
-        value = _search(spec, axis, lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
+        value = search(spec, axis, lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
         if not value:
             answers.append(MaxModelSize(method, 0, 0, 0))
             continue
@@ -90,14 +91,15 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
     """Return the run with another depth, resolution (both sides) or micro-batch size."""
     if axis == "depth":
         return replace(spec, model=replace(spec.model, depth=value))
-    if axis == "resolution":
+    if axis == RESOLUTION:
         return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
     return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
 
-def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
+def search(spec: RunSpec, axis: str, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0) -> int:
+    """Return the largest value found that fits, from `first` on and to a share of itself; 0 if none does."""
     good, bad = 0, MAX_VALUES[axis] + 1
-    step = stride_of(spec.model) if axis == "resolution" else 1
+    step = max(first, stride_of(spec.model) if axis == RESOLUTION else 1)
     while step < bad:
         value = _at_least(spec, axis, step)
         if value is None or value >= bad:
@@ -113,6 +115,8 @@ def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
         if middle is None or not good < middle < bad:
             break
         good, bad = (middle, bad) if fits(middle) else (good, middle)
+        if bad - good <= tolerance * good:
+            return good
     value = bad
     for _ in range(PROBES_ABOVE):
         if value <= MAX_VALUES[axis] and fits(value):
@@ -126,7 +130,7 @@ def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
 
 def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
     """Return the smallest value from `value` on that the model can have, or None."""
-    if axis == "resolution":
+    if axis == RESOLUTION:
         stride = stride_of(spec.model)
         return -(-value // stride) * stride
     if axis == "micro_batch":

@@ -1,0 +1,165 @@
+"""Strips on this machine: bytes and times of images in strips beside whole ones, trained in turn.
+
+Parts: `device`, one rank with whole images, segment recompute, strips, and strips that are run again, by height;
+`ranks`, one image a step through two ranks, in strips and whole; `time`, one rank by number of strips and height;
+`bytes`, what strips save for backward over the whole image, on fake tensors; `largest`, the bytes of one device by
+height, on fake tensors. Ratios are medians of those of one round. Prints tables on stderr and JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from analysis.io.load import load_parts
+from analysis.metrics.run_metrics import run_metrics
+from gems.config.schema import RunSpec
+from gems.models import layers_of
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.store import strips_of
+from gems.runs.run_plan import plan_run, predict_peak
+from gems.utils.atomic_io import read_json
+from scripts.bench.rig import (
+    Table,
+    answered,
+    composed,
+    counted_steps_s,
+    finished_run,
+    in_turns,
+    machine,
+    options,
+    square,
+)
+
+RESNET = "model=resnet_imagenet model.depth=50 model.norm=frozen_batch"
+VGG = "model=vgg16 model.norm=none"
+CONVNEXT = "model=convnext_tiny"
+ONE = (
+    "data=synthetic schedule=layer_parallel parallel.partitions=1 parallel.micro_batches=1 parallel.micro_batch_size=1 "
+    "data.validation_samples=1 data.train_samples=8 train.steps=3 benchmark.skip_steps=1"
+)
+WHOLE, AGAIN = "whole", "memory=recompute memory.recompute=strip"
+ROUNDS = 3
+STRIP_ROWS = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure the chosen part and print it."""
+    chosen = options(__doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256)
+    machine()
+    return answered(_PARTS[chosen.part](chosen.heights, chosen.width), False)
+
+
+def _device(heights: list[int], width: int) -> list[dict[str, Any]]:
+    table = Table("height:<8", *_COLUMNS)
+    rows = []
+    for height in heights:
+        size, strips = f"data.height_px={height} data.width_px={width}", f"parallel.strips={height // STRIP_ROWS}"
+        ways = {
+            WHOLE: "", "segment recompute": "memory=recompute", f"strips of {STRIP_ROWS} rows": strips,
+            "strips, run again": f"{strips} {AGAIN}",
+        }  # fmt: skip
+        specs = {way: composed(RESNET, ONE, size, words) for way, words in ways.items()}
+        rows += table.rows({"height": height, **row} for row in _in_turns(specs))
+    return rows
+
+
+def _ranks(heights: list[int], width: int) -> list[dict[str, Any]]:
+    table = Table("height:<8", *_COLUMNS)
+    rows = []
+    for height in heights:
+        words = {WHOLE: "schedule=layer_parallel"}
+        words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (4, 8) if height // k >= STRIP_ROWS}
+        specs = {way: composed(RESNET, ONE, square(height), "parallel.partitions=2 profile=measured", more)
+                 for way, more in words.items()}  # fmt: skip
+        rows += table.rows({"height": height, **row} for row in _in_turns(specs))
+    return rows
+
+
+def _time(heights: list[int], width: int) -> list[dict[str, Any]]:
+    table = Table("model:<10", "height:<8", *_COLUMNS)
+    rows = []
+    for name, model in (("ResNet-50", RESNET), ("VGG-16", VGG)):
+        for height in heights:
+            size = f"data.height_px={height} data.width_px={width}"
+            specs = {WHOLE: composed(model, ONE, size)}
+            specs |= {f"{k} strips": composed(model, ONE, size, f"parallel.strips={k}") for k in (2, 4, 8, 16, 32)}
+            rows += table.rows({"model": name, "height": height, **row} for row in _in_turns(specs))
+    return rows
+
+
+def _in_turns(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
+    """Train in turn; return a row for each way, whose times are over those of the first in the same round."""
+    calls: dict[str, Callable[[], dict[str, Any]]] = {way: partial(_run, spec) for way, spec in specs.items()}
+    found = in_turns(calls, ROUNDS)
+    first = next(iter(found.values()))
+    rows = []
+    for way, runs in found.items():
+        ratios = [run["step_s"] / whole["step_s"] for whole, run in zip(first, runs, strict=True)]
+        step_s = statistics.median(run["step_s"] for run in runs)
+        rows.append(runs[0] | {"way": way, "step_s": step_s, "ratio": statistics.median(ratios)})
+    return rows
+
+
+def _run(spec: RunSpec) -> dict[str, Any]:
+    """Train, and return the median step, and the most that any rank held: activations, and resident memory."""
+    with finished_run(spec) as folder:
+        result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
+        return {
+            "step_s": statistics.median(counted_steps_s(folder).tolist()),
+            "activation_bytes": max(result["peak_activation_bytes"]),
+            "predicted_bytes": max(result["predicted_activation_bytes"]),
+            "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
+        }
+
+
+_COLUMNS = (
+    "way:<20", "activations MiB=activation_bytes:>16.1f", "predicted MiB=predicted_bytes:>14.1f",
+    "resident MiB=rss_bytes:>14.0f", "step ms=step_s:>9.0f", "over whole=ratio:>11.2f",
+)  # fmt: skip
+
+
+def _bytes(heights: list[int], width: int) -> list[dict[str, Any]]:
+    numbers = (1, 2, 4, 8, 16, 32)
+    table = Table("model:<14", "height:>7", *(f"{k}:>8.3f" for k in numbers))
+    rows = []
+    for name, model in (("ResNet-50", RESNET), ("VGG-16", VGG), ("ConvNeXt-tiny", CONVNEXT)):
+        for height in heights:
+            whole = composed(model, ONE, f"data.height_px={height} data.width_px={width}")
+            parts = (whole.model, whole.data, 1, whole.train.layer_dtype, whole.machine)
+            saved = sum(layer.kept_bytes for layer in fake_profile(*parts).layers)
+            cut = (0, len(layers_of(whole.model, whole.data)))
+            row: dict[str, Any] = {"model": name, "height": height}
+            for k in numbers:
+                spec = replace(whole, parallel=replace(whole.parallel, strips=k))
+                row[str(k)] = sum(strip.kept for strip in strips_of(spec, cut).stages[0]) / saved
+            rows.append(table.row(row))
+    return rows
+
+
+def _largest(heights: list[int], width: int) -> list[dict[str, Any]]:
+    table = Table("height:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
+    rows = []
+    for height in heights:
+        ways = {WHOLE: (1, "cost=profile"), "segment recompute": (1, "memory=recompute")}
+        ways |= {f"strips of {height // k} rows, run again": (k, AGAIN) for k in (height // 64, height // 256)}
+        for way, (k, words) in ways.items():
+            spec = composed(RESNET, ONE, square(height), f"parallel.strips={k}", words)
+            peak = predict_peak(plan_run(spec))
+            rows.append(
+                table.row({"height": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
+            )
+    return rows
+
+
+_PARTS: dict[str, Callable[[list[int], int], list[dict[str, Any]]]] = {
+    "device": _device, "ranks": _ranks, "time": _time, "bytes": _bytes, "largest": _largest,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
