@@ -6,10 +6,14 @@ Tests have a cache of their own, and ranks that give way to each other, since th
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
+from typing import Any
 
 import pytest
+
+from gems.utils.targets import import_module
 
 # Files that take a minute or more, or wait most of it: started last, they would leave workers of pytest-xdist idle.
 FIRST = ("test_mpi.py", "test_hangs.py", "test_run.py")
@@ -45,3 +49,12 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     patch.setenv("GEMS_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
+
+
+@pytest.fixture(scope="session")
+def torchvision() -> Any:
+    """Torchvision, also where its wheel is for GPUs."""
+    pytest.importorskip("torch")
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    return import_module("torchvision")

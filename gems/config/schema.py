@@ -85,6 +85,9 @@ class ModelConfig:
         "batch", "normalization: batch, frozen_batch (by running statistics), group, layer (over channels) or none"
     )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
+    stochastic_depth: float = number(
+        0.0, "share of samples that skip the last residual branch of a ConvNeXt, earlier ones less; below 1", max=1
+    )
     auxiliary: bool = flag(False, "add the auxiliary classifier of Inception v3")
     vocabulary: int = number(32000, "tokens that a language model knows", max=MAX_COUNT)
     target: str | None = text(None, "a network of your own, as package.module.Class")

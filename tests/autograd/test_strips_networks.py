@@ -14,6 +14,7 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter
 from gems.autograd.strips.sample import StripSample
 from gems.config.schema import ModelConfig
+from gems.models.blocks.convnext import Block as ConvNeXtBlock
 from gems.models.imported import parts
 from gems.models.streaming.rules import even_ends
 from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, Layers, cut_stages, error, run_whole, spans, zoo
@@ -21,37 +22,14 @@ from tests.autograd.strips_rig import DTYPE, TOLERANCE, Function, Layers, cut_st
 COUNTS = (2, 3, 7, 16)
 
 
-class ConvNeXtBlock(nn.Module):
-    """A block of ConvNeXt (Liu et al. 2022): depthwise 7x7, norm over channels, two linear maps, scaled, added."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.scale = nn.Parameter(torch.full((width, 1, 1), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + self.scale * self.narrow(functional.gelu(self.wide(branch))).permute(0, 3, 1, 2)
-
-
-class Norm(nn.LayerNorm):
-    """A norm over the channels of (N, C, H, W)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-def convnext(width: int = 8) -> list[tuple[str, nn.Module]]:
-    layers: list[tuple[str, nn.Module]] = [("stem", nn.Sequential(nn.Conv2d(3, width, 4, 4), Norm(width)))]
-    for stage in range(3):
-        now = width << stage
-        if stage:
-            layers.append((f"down{stage}", nn.Sequential(Norm(now // 2), nn.Conv2d(now // 2, now, 2, 2))))
-        layers.append((f"block{stage}", ConvNeXtBlock(now)))
-    layers.append(("head", Function(lambda self, x: self.linear(x.mean((2, 3))), linear=nn.Linear(now, 5))))
-    return [(name, module.to(DTYPE)) for name, module in layers]
+def convnext(image: Tensor) -> Layers:
+    """Branches count for more than the 1e-6 that they are scaled by at first."""
+    model = ModelConfig(name="convnext", depth=18, width=4, norm="layer")
+    layers = zoo(model, *image.shape[2:])
+    for _, module in layers:
+        if isinstance(module, ConvNeXtBlock):
+            nn.init.constant_(module.scale, 0.5)
+    return layers
 
 
 class OwnNet(nn.Module):
@@ -98,7 +76,7 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
         lambda x: zoo(replace(SMALL, name="inception_v3", norm="batch", auxiliary=True), *x.shape[2:]), 99, 75,
     ),
     "amoebanet": (lambda x: zoo(ModelConfig(name="amoebanet", depth=3, width=8), *x.shape[2:]), 37, 16),
-    "convnext": (lambda x: convnext(), 67, 32),
+    "convnext": (convnext, 67, 32),
     "own": (own, 61, 24),
 }  # fmt: skip
 

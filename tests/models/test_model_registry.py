@@ -35,10 +35,11 @@ def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None
         "layers = [layers_of(ModelConfig(name=name), DataConfig()) for name in names]; "
         "layers += [layers_of(ModelConfig(name='vgg', depth=416), DataConfig())]; "
         "layers += [layers_of(ModelConfig(name='resnet_imagenet', depth=152), DataConfig())]; "
+        "layers += [layers_of(ModelConfig(name='convnext', depth=36, norm='layer'), DataConfig())]; "
         "print(*map(len, layers), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "False"]
+    assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "41", "False"]
 
 
 @pytest.mark.parametrize(("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")])

@@ -26,5 +26,5 @@ def test_frozen_batch_norm_uses_its_running_statistics_in_training_too_and_train
 
 def test_layer_norm_is_over_the_channels_of_each_pixel() -> None:
     norm = norm2d("layer", 6).double()
-    wanted = nn.functional.layer_norm(IMAGES.permute(0, 2, 3, 1), [6]).permute(0, 3, 1, 2)
+    wanted = nn.functional.layer_norm(IMAGES.permute(0, 2, 3, 1), [6], eps=1e-6).permute(0, 3, 1, 2)
     torch.testing.assert_close(norm(IMAGES), wanted)

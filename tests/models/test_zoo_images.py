@@ -16,7 +16,7 @@ from gems.models.build import as_tuple, boundary_shapes, build_layer, build_laye
 from tests.models.cutting import one_thread
 from tests.models.zoo import PRESETS, SMALL, num_parameters, published
 
-CHAINS = ("alexnet", "overfeat", "vgg", "googlenet", "inception_v3", "resnet_imagenet", "resnet")
+CHAINS = ("alexnet", "overfeat", "vgg", "googlenet", "inception_v3", "resnet_imagenet", "resnet", "convnext")
 CLASSIFIERS = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if published(path.stem).name in CHAINS]
 
 
@@ -58,6 +58,9 @@ def test_the_layers_of_one_network_of_each_kind() -> None:
     ]  # fmt: skip
     assert len(names("vgg416").split()) == 416
     assert len(names("resnet152").split()) == 52
+    first = "stem stage1.block1 stage1.block2 stage1.block3 stage2.downsample stage2.block1 "
+    assert names("convnext_tiny").startswith(first)
+    assert len(names("convnext_base").split()) == 41
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,8 @@ def test_the_layers_of_one_network_of_each_kind() -> None:
         ("inception_v3", 299, (2048, 8, 8)),
         ("resnet50", 224, (2048, 7, 7)),
         ("resnet18", 224, (512, 7, 7)),
+        ("convnext_tiny", 224, (768, 7, 7)),
+        ("convnext_large", 224, (1536, 7, 7)),
     ],
 )
 def test_the_last_map_at_the_published_size_is_the_published_one(
@@ -178,6 +183,10 @@ def test_where_a_norm_sees_more_values_a_single_image_is_enough(name: str) -> No
         ({"name": "inception_v3", "dropout": -0.1}, "model.dropout", ["0 or more"]),
         ({"name": "googlenet", "auxiliary": True}, "model.auxiliary", ["model=inception_v3"]),
         ({"name": "resnet", "auxiliary": True}, "model.auxiliary", ["set model.auxiliary=false"]),
+        ({"name": "resnet", "stochastic_depth": 0.1}, "model.stochastic_depth", ["model=convnext_tiny"]),
+        ({"name": "convnext", "depth": 18, "stochastic_depth": 1.0}, "model.stochastic_depth", ["below 1"]),
+        ({"name": "convnext", "depth": 20, "norm": "layer"}, "model.depth", ["18 (tiny)", "nearest: 18, 36"]),
+        ({"name": "convnext", "depth": 18}, "model.norm", ["allowed: layer"]),
     ],
 )
 def test_an_impossible_network_is_refused_with_what_is_allowed(
@@ -204,7 +213,15 @@ def test_vgg_without_norm_stays_finite_at_64_px(depth: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_dropouts"),
-    [("alexnet", 2), ("overfeat", 2), ("vgg16", 2), ("googlenet", 1), ("inception_v3", 1), ("resnet18", 1)],
+    [
+        ("alexnet", 2),
+        ("overfeat", 2),
+        ("vgg16", 2),
+        ("googlenet", 1),
+        ("inception_v3", 1),
+        ("resnet18", 1),
+        ("convnext_tiny", 1),
+    ],
 )
 def test_dropout_is_an_option_of_the_classifier(name: str, num_dropouts: int) -> None:
     model, _ = SMALL[name]

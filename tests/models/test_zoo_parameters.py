@@ -131,6 +131,26 @@ def test_resnet_for_imagenet(depth: int, blocks: tuple[int, ...], expansion: int
 
 
 @pytest.mark.parametrize(
+    ("size", "width", "blocks", "count"),
+    [
+        ("tiny", 96, (3, 3, 9, 3), 28_589_128),
+        ("small", 96, (3, 3, 27, 3), 50_223_688),
+        ("base", 128, (3, 3, 27, 3), 88_591_464),
+        ("large", 192, (3, 3, 27, 3), 197_767_336),
+    ],
+)
+def test_convnext(size: str, width: int, blocks: tuple[int, ...], count: int) -> None:
+    """Liu et al. 2022, section 3: depthwise 7x7, to 4 times the width and back; a norm has two numbers a channel."""
+    total = conv(3, width, 16) + 2 * width
+    for stage, num_blocks in enumerate(blocks):
+        now = width << stage
+        if stage:
+            total += now + conv(now // 2, now, 4)
+        total += num_blocks * (50 * now + 2 * now + linear(now, 4 * now) + linear(4 * now, now) + now)
+    assert num_parameters(published(f"convnext_{size}")) == total + 2 * now + linear(now, 1000) == count
+
+
+@pytest.mark.parametrize(
     ("preset", "width"), [("alexnet", 64), ("vgg16", 64), ("googlenet", 64), ("inception_v3", 32), ("resnet50", 64)]
 )
 def test_twice_the_width_has_four_times_the_weights_between_hidden_channels(preset: str, width: int) -> None:

@@ -25,6 +25,10 @@ MODELS = {
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, {}),
     "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
     "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
+    "convnext": (
+        {"name": "convnext", "depth": 18, "width": 4, "norm": "layer", "stochastic_depth": 0.5},
+        {**CLASSES, "width_px": 32}, {},
+    ),
     "unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {"kwargs": {"weight": [1, 9]}}),
     "plain unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {}),
     "dilated": ({"target": f"{OWN}Dilated"}, MASKS, {}),
@@ -46,6 +50,7 @@ RUNS = [
     ("resnet", "interleaved_1f1b", 2, 1, 7, 23, {}),
     ("vgg", "capped", 2, 1, 2, 37, CAPPED),
     ("alexnet", "1f1b", 4, 1, 2, 79, {}),
+    ("convnext", "gems_master", 2, 2, 3, 67, {}),
     ("unet", "1f1b", 1, 1, 7, 20, {}),
     ("plain unet", "zb_h1", 4, 1, 3, 28, {}),
     ("unet", "gems_master", 2, 2, 2, 20, {}),

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+LAYER_NORM_EPS = 1e-6  # that of ConvNeXt; torch's is 1e-5
 _MAX_GROUPS = 8
 
 
@@ -54,6 +55,9 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 class LayerNorm2d(nn.LayerNorm):
     """Layer norm over the channels of each pixel, as in ConvNeXt (Liu et al. 2022, arXiv 2201.03545)."""
 
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, LAYER_NORM_EPS)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a feature map, (samples, channels, height, width)."""
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -79,6 +83,20 @@ def norm2d(norm: str, channels: int) -> nn.Module:
 def dropout(rate: float) -> nn.Module:
     """Return dropout of a share `rate` of the values; nothing at all for 0."""
     return nn.Dropout(rate) if rate else nn.Identity()
+
+
+class StochasticDepth(nn.Module):
+    """Drop a residual branch for a share `p` of the samples (Huang et al. 2016, arXiv 1603.09382)."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training:
+            return branch
+        kept = torch.empty((len(branch), 1, 1, 1), dtype=branch.dtype, device=branch.device).bernoulli_(1 - self.p)
+        return branch * kept / (1 - self.p)
 
 
 def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:

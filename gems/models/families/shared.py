@@ -122,13 +122,19 @@ def pooled_head(model: ModelConfig, data: DataConfig, in_channels: int, target: 
     return block("head", "head", f"heads:{target}", **(options | changes))
 
 
-def check_classifier(model: ModelConfig, has_auxiliary: bool = False) -> None:
-    """Raise ConfigError for a norm, width or dropout that no classifier has, and for a head that this one lacks."""
+def check_classifier(model: ModelConfig, has_auxiliary: bool = False, has_stochastic_depth: bool = False) -> None:
+    """Raise ConfigError for a norm, width or dropout that no classifier has, and for options that this one lacks."""
     check_choice("norm", model.norm, NORMS)
     if model.width < 1:
         raise ConfigError("model.width", model.width, "the filters of the first convolution, at least 1")
     if not 0 <= model.dropout < 1:
         raise ConfigError("model.dropout", model.dropout, "a share of values to drop: 0 or more, below 1")
+    if not 0 <= model.stochastic_depth < 1:
+        raise ConfigError("model.stochastic_depth", model.stochastic_depth, "a share of samples: 0 or more, below 1")
+    if model.stochastic_depth and not has_stochastic_depth:
+        text = f"{model.name} has no stochastic depth here"
+        advice = "set model.stochastic_depth=0 or model=convnext_tiny"
+        raise ConfigError("model.stochastic_depth", model.stochastic_depth, text, advice)
     if model.auxiliary and not has_auxiliary:
         text = f"{model.name} has no auxiliary classifier here"
         raise ConfigError("model.auxiliary", True, text, "set model.auxiliary=false or model=inception_v3")
