@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from gems.config.fields import Key, keys
-from gems.config.overrides import options_of, valid_keys
+from gems.config.overrides import FREE, options_of, valid_keys
 from gems.config.schema import RunSpec
 
 # Keys whose values are the user's own words: any text is right.
@@ -120,7 +120,8 @@ UNKNOWN_KEYS = (
     st.sampled_from([key.name for key in KEYS])
     .flatmap(_nearly)
     .filter(lambda name: name and name not in KNOWN and "=" not in name)
-    .map(lambda name: Mistake((f"{name}=1",)))
+    # a name below kwargs is one for the class, which is not loaded before the run
+    .map(lambda name: Mistake((f"{name}=1",), is_wrong=not FREE.match(name)))
 )
 UNKNOWN_OPTIONS = st.sampled_from([*GROUPS, "experiment"]).flatmap(
     lambda group: st.sampled_from(options_of(group)).flatmap(_nearly)
