@@ -82,7 +82,9 @@ class ModelConfig:
         "the size of hidden states", min=1, max=MAX_SIDE,
     )  # fmt: skip
     norm: str = text(
-        "batch", "normalization: batch, frozen_batch (by running statistics), group, layer (over channels) or none"
+        "batch",
+        "normalization: batch, frozen_batch (by running statistics), group, layer (over channels), none; of a ResNet "
+        "of version 2 also normalizer_free (standardized weights, scaled branches)",
     )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
     stochastic_depth: float = number(

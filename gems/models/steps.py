@@ -20,12 +20,13 @@ _CHAIN = "gems.models.blocks.chain:Chain"
 
 
 class Conv(NamedTuple):
-    """A convolution, then the configured norm, then ReLU; sizes are (height, width) in pixels of its input."""
+    """A convolution, then, if it `activates`, the configured norm and ReLU; sizes are (height, width) in pixels."""
 
     channels: int
     kernel: tuple[int, int]
     stride: int
     padding: tuple[int, int]
+    activates: bool = True
 
 
 class Pool(NamedTuple):

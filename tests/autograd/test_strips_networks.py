@@ -71,6 +71,11 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
         lambda x: zoo(replace(SMALL, name="resnet", depth=11, version=2, norm="batch"), *x.shape[2:]), 34, 8,
     ),
     "resnet50": (lambda x: zoo(replace(SMALL, name="resnet_imagenet", depth=50, norm="batch"), *x.shape[2:]), 65, 32),
+    "nf_resnet50": (
+        lambda x: zoo(
+            ModelConfig(name="resnet_imagenet", depth=50, version=2, width=4, norm="normalizer_free"), *x.shape[2:]
+        ), 65, 32,
+    ),
     "unet": (lambda x: zoo(replace(SMALL, name="unet", depth=4), *x.shape[2:]), 45, 24),
     "inception_v3": (
         lambda x: zoo(replace(SMALL, name="inception_v3", norm="batch", auxiliary=True), *x.shape[2:]), 99, 75,

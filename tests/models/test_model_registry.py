@@ -77,7 +77,7 @@ def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ModelConfig(depth=110, version=2), "resnet110-v2"),
         (ModelConfig(name="vgg", depth=416), "vgg416"),
-        (ModelConfig(name="resnet_imagenet", depth=50), "resnet_imagenet50"),
+        (ModelConfig(name="resnet_imagenet", depth=50), "resnet_imagenet50-v1"),
         (ModelConfig(name="googlenet"), "googlenet"),
     ],
 )

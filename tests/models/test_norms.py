@@ -1,11 +1,21 @@
-"""gems.models.blocks.parts: the norms of `model.norm` beside their definitions."""
+"""The norms of `model.norm` beside their definitions, and the variance of a signal without one."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from gems.models.blocks.parts import norm2d
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gems.config.schema import DataConfig
+from gems.models import layers_of
+from gems.models.blocks.parts import RELU_GAIN, ScaledStdConv2d, norm2d
+from gems.models.build import build_layer
+from gems.models.layer import Layer
+from tests.models.zoo import published
 
 IMAGES = torch.randn(2, 6, 3, 4, dtype=torch.float64)
 
@@ -28,3 +38,54 @@ def test_layer_norm_is_over_the_channels_of_each_pixel() -> None:
     norm = norm2d("layer", 6).double()
     wanted = nn.functional.layer_norm(IMAGES.permute(0, 2, 3, 1), [6], eps=1e-6).permute(0, 3, 1, 2)
     torch.testing.assert_close(norm(IMAGES), wanted)
+
+
+def test_standardized_weights_have_mean_0_and_the_variance_that_makes_up_for_a_relu() -> None:
+    torch.manual_seed(0)
+    conv = ScaledStdConv2d(64, 32, scale=RELU_GAIN, kernel_size=3, padding=1)
+    nn.init.normal_(conv.weight, mean=3.0, std=0.7)
+    nn.init.zeros_(conv.bias)
+    with torch.no_grad():
+        impulses = torch.eye(64).reshape(64, 64, 1, 1)
+        weights = nn.functional.pad(impulses, (1, 1, 1, 1))
+        seen = conv(weights).permute(1, 0, 2, 3).flatten(1)  # 3x3 outputs of each impulse: the weights, flipped
+        made = conv(torch.randn(4, 64, 16, 16).relu())[:, :, 1:-1, 1:-1]
+        conv.gain.mul_(2)
+        assert torch.equal(conv(weights).permute(1, 0, 2, 3).flatten(1), 2 * seen)
+    torch.testing.assert_close(seen.mean(1), torch.zeros(32), rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen.var(1, correction=0) * 64 * 9, torch.full((32,), RELU_GAIN**2), rtol=1e-4, atol=0)
+    assert 0.8 < float(made.var()) < 1.2
+
+
+def block_variances(layers: Sequence[Layer]) -> list[float]:
+    """Return the variance of a channel over images and pixels after each layer at initialization, channels' mean."""
+    x: Tensor = torch.randn(2, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    found = []
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            x = build_layer(layer, index, seed=0)(x)
+            found.append(float(x.var((0, 2, 3)).mean()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({}, True),
+        ({"branch_scale": 1.0, "input_std": 1.0}, False),
+        ({"branch_scale": 1.0, "input_std": 1.0, "norm": "none", "num_blocks": 1}, False),
+    ],
+    ids=["normalizer free", "without scaled branches", "without standardized weights"],
+)
+def test_the_signal_of_a_normalizer_free_resnet50_keeps_a_variance_of_order_one(
+    changes: dict[str, Any], is_kept: bool
+) -> None:
+    """Through 16 blocks; without what the form consists of it doubles at each."""
+    layers = [
+        replace(layer, options=tuple((dict(layer.options) | changes).items())) if layer.kind == "residual" else layer
+        for layer in layers_of(published("nf_resnet50", width=16), DataConfig())[:-1]
+    ]
+    variances = block_variances(layers)
+    assert len(variances) == 17
+    assert all(0.25 < variance < 4 for variance in variances) == is_kept, variances
+    assert is_kept or variances[-1] > 1000 * variances[0]

@@ -130,6 +130,11 @@ def test_resnet_for_imagenet(depth: int, blocks: tuple[int, ...], expansion: int
     assert num_parameters(published(f"resnet{depth}")) == total + linear(before, 1000) == count
 
 
+def test_normalizer_free_resnet() -> None:
+    """Each convolution has a gain and a bias for each channel, as many numbers as a norm behind it."""
+    assert num_parameters(published("nf_resnet50")) == num_parameters(published("resnet50")) == 25_557_032
+
+
 @pytest.mark.parametrize(
     ("size", "width", "blocks", "count"),
     [

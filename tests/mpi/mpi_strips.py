@@ -23,6 +23,9 @@ MODELS = {
     "frozen": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3}}, CLASSES, {}),
     "standardised": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, {}),
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, {}),
+    "nf_resnet": (
+        {"name": "resnet", "depth": 20, "version": 2, "width": 4, "norm": "normalizer_free"}, CLASSES, {},
+    ),
     "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
     "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
     "convnext": (
@@ -48,6 +51,7 @@ RUNS = [
     ("resnet", "gems_master", 4, 1, 3, 20, {}),
     ("resnet", "zb_v", 2, 2, 2, 19, {}),
     ("resnet", "interleaved_1f1b", 2, 1, 7, 23, {}),
+    ("nf_resnet", "zb_h1", 2, 2, 3, 21, {}),
     ("vgg", "capped", 2, 1, 2, 37, CAPPED),
     ("alexnet", "1f1b", 4, 1, 2, 79, {}),
     ("convnext", "gems_master", 2, 2, 3, 67, {}),

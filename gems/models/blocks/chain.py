@@ -71,7 +71,7 @@ def _run(in_channels: int, steps: Sequence[Step], norm: str) -> nn.Sequential:
 
 def _module(in_channels: int, step: Step, norm: str) -> nn.Module:
     if isinstance(step, Conv):
-        return ConvUnit(in_channels, step.channels, step.kernel, step.stride, norm, padding=step.padding)
+        return ConvUnit(in_channels, step.channels, step.kernel, step.stride, norm, step.activates, step.padding)
     if isinstance(step, Fork):
         return Branches([_run(in_channels, branch, norm) for branch in step.branches])
     if isinstance(step, LocalNorm):

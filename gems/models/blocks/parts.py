@@ -6,12 +6,15 @@ Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal 
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 LAYER_NORM_EPS = 1e-6  # that of ConvNeXt; torch's is 1e-5
+RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))  # 1 / deviation of the ReLU of a standard normal variable
+_MIN_VARIANCE = 1e-4
 _MAX_GROUPS = 8
 
 
@@ -22,15 +25,45 @@ def conv2d(
     stride: int,
     norm: str,
     padding: int | tuple[int, int] | None = None,
+    scale: float = 1.0,
 ) -> nn.Conv2d:
-    """Return a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one."""
+    """Return a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one.
+
+    `scale` is that of standardized weights (`norm` "normalizer_free"): what makes up for the deviation of the input.
+    """
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     pad = (height // 2, width // 2) if padding is None else padding
-    conv = nn.Conv2d(in_channels, out_channels, (height, width), stride, padding=pad, bias=norm == "none")
+    has_bias = norm in ("none", "normalizer_free")
+    options: dict[str, Any] = {"kernel_size": (height, width), "stride": stride, "padding": pad, "bias": has_bias}
+    if norm == "normalizer_free":
+        conv: nn.Conv2d = ScaledStdConv2d(in_channels, out_channels, scale=scale, **options)
+    else:
+        conv = nn.Conv2d(in_channels, out_channels, **options)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
     return conv
+
+
+class ScaledStdConv2d(nn.Conv2d):
+    """A convolution with standardized weights (Brock, De and Smith 2021, arXiv 2101.08692, section 4).
+
+    The weights of an output channel have mean 0 and deviation scale / sqrt(fan-in), times a gain that is trained: input
+    of variance 1 / scale^2 gives output of variance 1, whatever its mean.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, scale: float, **options: Any) -> None:
+        super().__init__(in_channels, out_channels, **options)
+        self.scale = scale
+        self.gain = nn.Parameter(torch.ones(out_channels))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with the standardized weights."""
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
+        fan_in = self.weight[0].numel()
+        factor = torch.rsqrt((variance * fan_in).clamp_min(_MIN_VARIANCE)) * self.gain.view(-1, 1, 1, 1)
+        weight = (self.weight - mean) * (self.scale * factor)
+        return functional.conv2d(input, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -67,7 +100,7 @@ def norm2d(norm: str, channels: int) -> nn.Module:
     """Return the norm of a feature map by its name in `model.norm`.
 
     That is "batch", "frozen_batch" (by running statistics), "group" (8 groups, or as many as divide the channels),
-    "layer" (over channels) or "none".
+    "layer" (over channels), or none at all: "none" and "normalizer_free".
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)

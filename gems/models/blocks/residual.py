@@ -8,14 +8,19 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gems.models.blocks.parts import conv2d, norm2d, tame
+from gems.models.blocks.parts import RELU_GAIN, conv2d, norm2d, tame
 
 
 class _ResidualBlock(nn.Module):
-    """A residual block: takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride))."""
+    """A residual block: takes (N, in_channels, H, W), gives (N, out_channels, ceil(H / stride), ceil(W / stride)).
+
+    Without a normalizer convolutions expect an input of deviation `input_std`, and the branch is scaled by
+    `branch_scale`.
+    """
 
     is_preactivated: ClassVar[bool]
 
@@ -29,18 +34,22 @@ class _ResidualBlock(nn.Module):
         shortcut: str,
         norm: str,
         num_blocks: int,
+        input_std: float = 1.0,
+        branch_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.branch_scale = branch_scale
+        first_scale = RELU_GAIN / input_std
         if bottleneck:
             convs = [
-                conv2d(in_channels, inner_channels, 1, stride, norm),
-                conv2d(inner_channels, inner_channels, 3, 1, norm),
-                conv2d(inner_channels, out_channels, 1, 1, norm),
+                conv2d(in_channels, inner_channels, 1, stride, norm, scale=first_scale),
+                conv2d(inner_channels, inner_channels, 3, 1, norm, scale=RELU_GAIN),
+                conv2d(inner_channels, out_channels, 1, 1, norm, scale=RELU_GAIN),
             ]
         else:
             convs = [
-                conv2d(in_channels, inner_channels, 3, stride, norm),
-                conv2d(inner_channels, out_channels, 3, 1, norm),
+                conv2d(in_channels, inner_channels, 3, stride, norm, scale=first_scale),
+                conv2d(inner_channels, out_channels, 3, 1, norm, scale=RELU_GAIN),
             ]
         steps: list[nn.Module] = [convs[0]]
         for previous, conv in pairwise(convs):
@@ -57,7 +66,7 @@ class _ResidualBlock(nn.Module):
                 self.shortcut = Subsample(stride, out_channels - in_channels)
             else:
                 self.projects = True
-                projection: list[nn.Module] = [conv2d(in_channels, out_channels, 1, stride, norm)]
+                projection: list[nn.Module] = [conv2d(in_channels, out_channels, 1, stride, norm, scale=first_scale)]
                 projection += [] if self.is_preactivated else [norm2d(norm, out_channels)]
                 self.shortcut = nn.Sequential(*projection)
         tame(convs[-1], norm, num_blocks)
@@ -73,17 +82,18 @@ class PostActivationBlock(_ResidualBlock):
 
 
 class PreActivationBlock(_ResidualBlock):
-    """A residual block of version 2: shortcut + branch(relu(norm(x))), He et al. 2016, figure 4e.
+    """A residual block of version 2: shortcut + branch_scale * branch(relu(norm(x))), He et al. 2016, figure 4e.
 
-    A projection reads the activated input, which it shares with the branch; an identity reads x itself.
+    A projection reads the activated input, which it shares with the branch; an identity reads x itself. So does a
+    normalizer-free ResNet (Brock et al. 2021, section 3), whose division by `input_std` is in the convolutions' scale.
     """
 
     is_preactivated = True
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.activation(x)
-        out: Tensor = self.shortcut(active if self.projects else x) + self.branch(active)
-        return out
+        kept = self.shortcut(active if self.projects else x)
+        return torch.add(kept, self.branch(active), alpha=self.branch_scale)
 
 
 class Subsample(nn.Module):

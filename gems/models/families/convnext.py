@@ -10,7 +10,7 @@ block to that in the last one; published are 0.1 for tiny, 0.4 for small, 0.5 fo
 from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.families.shared import check_choice, check_classifier, depth_error
+from gems.models.families.shared import check_classifier, depth_error
 from gems.models.layer import MODELS, Layer, ModelFamily, block
 
 _BLOCKS = {18: (3, 3, 9, 3), 36: (3, 3, 27, 3)}
@@ -23,8 +23,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
     Raises ConfigError for a depth, norm, width, dropout or stochastic depth that no such network has.
     """
-    check_classifier(model, has_stochastic_depth=True)
-    check_choice("norm", model.norm, ("layer",))
+    check_classifier(model, ("layer",), has_stochastic_depth=True)
     if model.depth not in _BLOCKS:
         raise depth_error(model.depth, "a ConvNeXt has 18 (tiny) or 36 blocks (small, base, large)", _BLOCKS)
     channels = model.width

@@ -7,16 +7,22 @@ depth = 6n + 2; a bottleneck block has 1x1, 3x3 and 1x1 to four times its width,
 
 `resnet_imagenet` (arXiv 1512.03385, table 1) has a 7x7 convolution and a pooling, four stages whose maps halve at
 stages 2 to 4, and the same head. Depths 18 and 34 have basic blocks, 50, 101 and 152 bottlenecks; shortcuts are
-projections where the shape changes (option B).
+projections where the shape changes (option B). In version 2 the first block activates what the stem gives.
+
+Version 2 with `model.norm=normalizer_free` is the NF-ResNet (Brock, De and Smith 2021, arXiv 2101.08692, section 3): no
+norm, but convolutions with standardized weights, residual branches scaled by 0.2, and each block's input divided by the
+deviation that it has at initialization, which grows with each block and is 1 again after a projection.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.errors import one_of
-from gems.models.families.shared import Backbone, check_choice, check_classifier, depth_error, pooled_head
+from gems.errors import ConfigError, one_of
+from gems.models.families.shared import NORMS, Backbone, check_choice, check_classifier, depth_error, pooled_head
 from gems.models.layer import MODELS, Layer, ModelFamily, block
 from gems.models.steps import conv, max_pool
 
@@ -25,7 +31,9 @@ _CONVS = {"basic": 2, "bottleneck": 3}
 _EXPANSION = {"basic": 1, "bottleneck": 4}  # how many times wider a block's output is than its inside
 _PREFERENCE = {1: ("basic", "bottleneck"), 2: ("bottleneck", "basic")}
 
-_STEM = Backbone(64, {"stem": (conv(64, 7, 2), max_pool(3, 2, 1))})
+_NORMALIZER_FREE = "normalizer_free"
+_BRANCH_SCALE = 0.2  # of a residual branch without a normalizer
+
 # depth: blocks a stage, and their kind
 _DEPTHS = {
     18: ((2, 2, 2, 2), "basic"),
@@ -57,13 +65,13 @@ def imagenet_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
     Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such network has.
     """
-    check_classifier(model)
     if model.depth not in _DEPTHS:
         raise depth_error(model.depth, one_of(map(str, _DEPTHS)), _DEPTHS)
     blocks, kind = _DEPTHS[model.depth]
-    _check(model, (1,), (kind,))
-    stem = _STEM.layers(data.channels, model.width, model.norm)
-    return (*stem, *_stages(model, data, kind, blocks, "projection"))
+    _check(model, tuple(_PREFERENCE), (kind,))
+    first = conv(64, 7, 2)._replace(activates=model.version == 1)
+    stem = Backbone(64, {"stem": (first, max_pool(3, 2, 1))})
+    return (*stem.layers(data.channels, model.width, model.norm), *_stages(model, data, kind, blocks, "projection"))
 
 
 def block_of(model: ModelConfig) -> str:
@@ -87,10 +95,16 @@ def _stages(model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[in
     """Return the blocks of all stages, with `shortcut` unless the model names one, and the head."""
     is_preactivated = model.version == 2
     out = []
-    in_channels = model.width
+    in_channels, variance = model.width, 1.0
     for stage, num_blocks in enumerate(blocks):
         inner = model.width << stage
         for index in range(num_blocks):
+            scales: dict[str, Any] = {}
+            stride = 2 if stage and not index else 1
+            if model.norm == _NORMALIZER_FREE:
+                scales = {"input_std": math.sqrt(variance), "branch_scale": _BRANCH_SCALE}
+                is_projected = stride > 1 or in_channels != inner * _EXPANSION[kind]
+                variance = (1.0 if is_projected else variance) + _BRANCH_SCALE**2
             residual = block(
                 f"stage{stage + 1}.block{index + 1}",
                 "residual",
@@ -98,11 +112,12 @@ def _stages(model: ModelConfig, data: DataConfig, kind: str, blocks: Sequence[in
                 in_channels=in_channels,
                 inner_channels=inner,
                 out_channels=inner * _EXPANSION[kind],
-                stride=2 if stage and not index else 1,
+                stride=stride,
                 bottleneck=kind == "bottleneck",
                 shortcut=shortcut if model.shortcut == "auto" else model.shortcut,
                 norm=model.norm,
                 num_blocks=sum(blocks),
+                **scales,
             )
             out.append(residual)
             in_channels = inner * _EXPANSION[kind]
@@ -113,9 +128,14 @@ def _check(model: ModelConfig, versions: Sequence[int], kinds: Sequence[str]) ->
     check_choice("version", model.version, versions)
     check_choice("block", model.block, ("auto", *kinds))
     check_choice("shortcut", model.shortcut, ("auto", "identity", "projection"))
-    check_classifier(model)
+    check_classifier(model, (*NORMS, _NORMALIZER_FREE))
+    if model.norm == _NORMALIZER_FREE and model.version != 2:
+        raise ConfigError("model.norm", model.norm, "has blocks of version 2", "set model.version=2")
+    if model.norm == _NORMALIZER_FREE and model.shortcut == "identity":
+        text = "has less variance than model.norm=normalizer_free counts on where the shape changes"
+        raise ConfigError("model.shortcut", model.shortcut, text, "set model.shortcut=projection")
 
 
 # stages 2 and 3, or 2 to 4, each halve the map, and the stem for ImageNet shrinks the image 4 times
 MODELS.register("resnet", ModelFamily(layers, lambda model: 4, title="{name}{depth}-v{version}"))
-MODELS.register("resnet_imagenet", ModelFamily(imagenet_layers, lambda model: 32, title="{name}{depth}"))
+MODELS.register("resnet_imagenet", ModelFamily(imagenet_layers, lambda model: 32, title="{name}{depth}-v{version}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +122,11 @@ def pooled_head(model: ModelConfig, data: DataConfig, in_channels: int, target: 
     return block("head", "head", f"heads:{target}", **(options | changes))
 
 
-def check_classifier(model: ModelConfig, has_auxiliary: bool = False, has_stochastic_depth: bool = False) -> None:
+def check_classifier(
+    model: ModelConfig, norms: Sequence[str] = NORMS, has_auxiliary: bool = False, has_stochastic_depth: bool = False
+) -> None:
     """Raise ConfigError for a norm, width or dropout that no classifier has, and for options that this one lacks."""
-    check_choice("norm", model.norm, NORMS)
+    check_choice("norm", model.norm, norms)
     if model.width < 1:
         raise ConfigError("model.width", model.width, "the filters of the first convolution, at least 1")
     if not 0 <= model.dropout < 1:
