@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -56,8 +57,8 @@ class OwnNet(nn.Module):
 
 def own(image: Tensor) -> Layers:
     _, height, width = image.shape[1:]
-    text = f'{{"target": "{__name__}.OwnNet", "kwargs": {{}}, "path": null, "image": [3, {height}, {width}]}}'
-    _, layers = parts.whole_with_parts(text, 0, DTYPE, torch.device("cpu"))
+    request = {"target": f"{__name__}.OwnNet", "kwargs": {}, "path": None, "norm": "batch", "image": [3, height, width]}
+    _, layers = parts.whole_with_parts(json.dumps(request), 0, DTYPE, torch.device("cpu"))
     return [(f"part{number}", layer) for number, layer in enumerate(layers)]
 
 

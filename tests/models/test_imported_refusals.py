@@ -86,6 +86,12 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"model\.path=.*is not a folder"):
             resolve_target(ModelConfig(target=UNET, path=str(tmp_path / "none")))
 
+    def test_norms_that_it_does_not_have(self) -> None:
+        with pytest.raises(ConfigError, match=r"model\.norm=layer: is for networks of the zoo; .*frozen_batch"):
+            resolve_target(ModelConfig(target=UNET, norm="layer"))
+        with pytest.raises(ConfigError, match=r"model\.norm=frozen_batch: freezes batch norms, and .* has none"):
+            layers_of(resolve_target(ModelConfig(target=UNET, kwargs={"norm": "group"}, norm="frozen_batch")), DATA)
+
     @pytest.mark.parametrize("changes", [{"kwargs": {"width": 3}}, {"path": "."}])
     def test_arguments_for_a_network_of_the_toolkit(self, changes: dict[str, object]) -> None:
         with pytest.raises(ConfigError, match="is for a network of your own"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gems.config.schema import DataConfig
 from gems.models import layers_of
-from gems.models.blocks.parts import RELU_GAIN, ScaledStdConv2d, norm2d
+from gems.models.blocks.parts import RELU_GAIN, ScaledStdConv2d, freeze_batch_norms, norm2d
 from gems.models.build import build_layer
 from gems.models.layer import Layer
 from tests.models.zoo import published
@@ -32,6 +32,28 @@ def test_frozen_batch_norm_uses_its_running_statistics_in_training_too_and_train
     assert torch.equal(norm.running_mean, before)
     out.sum().backward()
     assert norm.weight.grad is not None and norm.bias.grad is not None
+
+
+class Activated(nn.BatchNorm2d):
+    """A batch norm with an activation, as libraries have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def test_the_batch_norms_of_a_network_are_frozen_whatever_their_class() -> None:
+    network = nn.Sequential(nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)), Activated(6), nn.InstanceNorm2d(6))
+    names = list(network.state_dict())
+    assert freeze_batch_norms(network) == 2 == freeze_batch_norms(network)
+    network.double().train()
+    assert [module.training for module in network.modules()] == [True, True, False, True, False, True]
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    made = network[1](IMAGES)
+    assert made.min() == 0 < made.max()
+    network(IMAGES).square().mean().backward()
+    assert list(before) == names
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert network[1].weight.grad is not None
 
 
 def test_layer_norm_is_over_the_channels_of_each_pixel() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
+from torch import nn
 
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
+from gems.data import open_dataset
+from gems.data.dataset import batch_indices
+from gems.engine.checkpoint.state_dict import restore
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.runs.run_plan import plan_run
+from gems.utils.targets import import_module
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
@@ -114,6 +121,68 @@ STORED = [
 @pytest.mark.parametrize(("name", "schedule", "partitions", "replicas", "strips", "height", "policy"), STORED)
 def test_strips_are_recomputed_and_leave(comm, name, schedule, partitions, replicas, strips, height, policy):
     test_trains_as_one_process(comm, name, schedule, partitions, replicas, strips, height, POLICIES[policy])
+
+
+def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_path_factory):
+    """One step of SGD on two ranks in strips is that of torchvision's own network with batch norm in evaluation."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    options = {"width_per_group": 8, "num_classes": 3}
+    torch.manual_seed(0)
+    network = import_module("torchvision").models.resnet50(**options).double()
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.running_mean.normal_(std=0.1)
+        norm.running_var.uniform_(0.5, 2)
+    path = broadcast(part, tmp_path_factory.mktemp("weights") / "resnet50.pt" if part.rank == 0 else None)
+    if part.rank == 0:
+        torch.save(network.state_dict(), path)
+    part.Barrier()
+    model = ModelConfig(target="torchvision.models.resnet50", kwargs=options, norm="frozen_batch")
+    spec = make_spec(
+        "1f1b", 2, model=model, data=DataConfig(**CLASSES, height_px=67), parallel__strips=3,
+        parallel__micro_batch_size=1, parallel__micro_batches=2, train__precision="float64", train__steps=1,
+        optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
+    )  # fmt: skip
+    pipeline = build_pipeline(spec, part, CPU)
+    match = restore(pipeline, path)
+    assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
+    pipeline.set_training(True)
+    loader, _, _ = open_loader(pipeline)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    pipeline.train.run(0, loader.batch(0))
+    loader.close()
+
+    network.train()
+    for norm in norms:
+        norm.eval()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not name.startswith(("conv1.", "bn1.", "layer1.")))
+    dataset = open_dataset(spec.data, spec.seed)
+    chosen = [(int(index), int(draw)) for index, draw in batch_indices(dataset.num_train, spec.seed, 0, 2)]
+    images = torch.stack([torch.from_numpy(dataset.image("train", *each)) for each in chosen]).double()
+    labels = torch.tensor([int(dataset.label("train", *each)) for each in chosen])
+    torch.nn.functional.cross_entropy(network(images), labels).backward()
+    config = spec.optimizer
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    torch.optim.SGD(trained, config.lr, config.momentum, weight_decay=config.weight_decay).step()
+
+    wanted, parameters = network.state_dict(), dict(network.named_parameters())
+    found = {
+        name: value
+        for key in pipeline.modules
+        for _, module in pipeline.named_layers(key)
+        for name, value in module.state_dict().items()
+    }
+    assert len(found) == len({*found} & {*wanted}) > 0
+    for name, value in found.items():
+        is_kept = name.startswith(("conv1.", "bn1.", "layer1.")) or name not in parameters
+        assert torch.equal(value, before[name]) if is_kept else not torch.equal(value, before[name]), name
+        torch.testing.assert_close(value, wanted[name], rtol=1e-11, atol=1e-13)
+    pipeline.close()
 
 
 def test_evaluation_runs_whole_images(comm):

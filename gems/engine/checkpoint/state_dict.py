@@ -241,7 +241,7 @@ def whole_model(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn
     """Return the configured network in one piece: an instance of the user's own class, or `NamedLayers`."""
     if model.target is not None:
         make = construct_on_meta if device == "meta" else construct
-        return make(model.target, model.kwargs, model.path)
+        return make(model.target, model.kwargs, model.path, model.norm)
     layers = layers_of(model, data)
     return NamedLayers((layer.name for layer in layers), build_layers(layers, 0, len(layers), 0, device=device))
 

@@ -6,6 +6,7 @@ Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -74,15 +75,34 @@ def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
     return linear
 
 
-class FrozenBatchNorm2d(nn.BatchNorm2d):
+class _Frozen(nn.Module):
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation."""
+        return super().train(False)
+
+
+class FrozenBatchNorm2d(_Frozen, nn.BatchNorm2d):
     """Batch norm by the running statistics in training too, as in fine-tuning with few images at a time.
 
     Unlike torchvision's of that name its weight and bias are trained, unless optimizer.frozen says otherwise.
     """
 
-    def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation."""
-        return super().train(False)
+
+def freeze_batch_norms(root: nn.Module) -> int:
+    """Let all batch norms of a network stay by their running statistics, and return how many there are."""
+    norms = [module for module in root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        kind: Any = type(norm)
+        norm.__class__ = _frozen(kind)
+        norm.eval()
+    return len(norms)
+
+
+@cache
+def _frozen(kind: Any) -> Any:
+    if issubclass(kind, _Frozen):
+        return kind
+    return type(f"Frozen{kind.__name__}", (_Frozen, kind), {"__module__": kind.__module__})
 
 
 class LayerNorm2d(nn.LayerNorm):

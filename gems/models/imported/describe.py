@@ -20,6 +20,7 @@ from gems.models.layer import Layer
 from gems.utils.cache import cached
 from gems.utils.targets import ask_child, locate, source_of
 
+_NORMS = ("batch", "frozen_batch")  # of a user's network: as it is, and by running statistics
 _TORCH_PART = "gems.models.imported.parts"
 
 
@@ -30,11 +31,15 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
     one, or one of PYTHONPATH. The keys of the toolkit's own networks, which mean nothing here, take their defaults.
 
     Raises:
-        ConfigError: a target that is no dotted name, or a path that is no folder.
+        ConfigError: a target that is no dotted name, a path that is no folder, or a norm that only networks of the
+            toolkit have.
     """
     target = str(model.target)
+    if model.norm not in _NORMS:
+        text = f"is for networks of the zoo; {target} has norms of its own"
+        raise ConfigError("model.norm", model.norm, text, "leave it out, or set frozen_batch to freeze batch norms")
     name, path = locate("model.target", target, model.path)
-    return ModelConfig(name=name, target=target, kwargs=dict(model.kwargs), path=path)
+    return ModelConfig(name=name, target=target, kwargs=dict(model.kwargs), path=path, norm=model.norm)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -63,7 +68,7 @@ def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
 def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
     """Return what a process is told of the network, the hash of its code, and what it answers."""
     image = (data.channels, data.height_px, data.width_px)
-    request = {"target": model.target, "kwargs": model.kwargs, "path": model.path, "image": image}
+    request = {"target": model.target, "kwargs": model.kwargs, "path": model.path, "norm": model.norm, "image": image}
     try:
         text = json.dumps(request, sort_keys=True)
     except TypeError as error:

@@ -125,11 +125,11 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
     return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": min_batch}
 
 
-def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None], tuple[int, int, int]]:
-    """Return what constructs the network (target, kwargs, path), and its images (channels, height, width)."""
+def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, int, int]]:
+    """Return what constructs the network (target, kwargs, path, norm), and its images (channels, height, width)."""
     request = json.loads(text)
     channels, height, width = request["image"]
-    return (request["target"], request["kwargs"], request["path"]), (channels, height, width)
+    return (request["target"], request["kwargs"], request["path"], request["norm"]), (channels, height, width)
 
 
 @lru_cache(maxsize=4)

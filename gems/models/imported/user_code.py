@@ -14,17 +14,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gems.errors import ConfigError
+from gems.models.blocks.parts import freeze_batch_norms
 from gems.utils.targets import call_target, short_name, target_error
 
 _KEY = "model.target"
 
 
-def construct(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Module:
+FROZEN_BATCH = "frozen_batch"
+
+
+def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
     """Construct the user's network on the current default device, from the host's generators as they stand.
+
+    With `norm` "frozen_batch" its batch norms keep to their running statistics in training.
 
     Raises:
         ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor that fails, or
-            something that is no module, has no parameters or leaves their shapes open.
+            something that is no module, has no parameters or leaves their shapes open, or no batch norm to freeze.
     """
     module = call_target(_KEY, target, kwargs, path)
     if not isinstance(module, nn.Module):
@@ -34,10 +40,12 @@ def construct(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Mo
     lazy = next((name for name, value in module.named_parameters() if is_lazy(value)), None)
     if lazy is not None:
         raise ConfigError(_KEY, target, f"leaves the shape of {lazy} to its first image, and must say it")
+    if norm == FROZEN_BATCH and not freeze_batch_norms(module):
+        raise ConfigError("model.norm", norm, f"freezes batch norms, and {target} has none", "leave it out")
     return module
 
 
-def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Module:
+def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
     """Construct the network, as `construct`, without memory for its weights.
 
     One whose constructor reads its own values goes through the host's memory.
@@ -45,10 +53,10 @@ def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None) 
     with other_generators(0):
         try:
             with torch.device("meta"):
-                return construct(target, kwargs, path).to("meta")
+                return construct(target, kwargs, path, norm).to("meta")
         except Exception:
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                return construct(target, kwargs, path).to("meta")
+                return construct(target, kwargs, path, norm).to("meta")
 
 
 @contextmanager
