@@ -35,7 +35,7 @@ from scripts.bench.rig import (
     square,
 )
 
-RESNET = "model=resnet_imagenet model.depth=50 model.norm=frozen_batch"
+RESNET = "model=resnet50 model.norm=frozen_batch"
 VGG = "model=vgg16 model.norm=none"
 CONVNEXT = "model=convnext_tiny"
 ONE = (

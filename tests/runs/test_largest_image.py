@@ -1,0 +1,52 @@
+"""gems.runs.largest_image: the largest square image that trains in strips on a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems.config.schema import RunSpec
+from gems.errors import DoesNotFitError
+from gems.partition.max_model_size import RESOLUTION, with_value
+from gems.runs.largest_image import PRECISION, largest_image
+from gems.runs.run_plan import plan_run, predict_peak
+from tests.engine.toys import make_spec
+
+LIMIT = 40_000_000
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    made = make_spec("layer_parallel", 1)
+    model = replace(made.model, norm="none", depth=8)
+    machine = replace(made.machine, device_bytes=LIMIT)
+    return replace(made, model=model, machine=machine, cache_dir=str(tmp_path / "cache"))
+
+
+def in_strips(spec: RunSpec, side_px: int, strips: int) -> RunSpec:
+    run = with_value(spec, RESOLUTION, side_px)
+    memory = replace(run.memory, name="recompute", recompute="strip")
+    return replace(run, memory=memory, parallel=replace(run.parallel, strips=strips))
+
+
+def test_the_largest_fits_and_little_more_does_not(spec: RunSpec) -> None:
+    found = largest_image(spec)
+    assert found is not None and found.memory == "recompute"
+    peak = predict_peak(plan_run(in_strips(spec, found.side_px, found.strips)))
+    assert peak is not None and peak.device_bytes == found.peak_bytes <= LIMIT
+    with pytest.raises(DoesNotFitError):
+        plan_run(in_strips(spec, round(found.side_px * (1 + 2 * PRECISION)), found.strips))
+    with pytest.raises(DoesNotFitError):
+        plan_run(with_value(replace(spec, memory=replace(spec.memory, name="recompute")), RESOLUTION, found.side_px))
+
+
+def test_own_strips_and_policy_are_kept(spec: RunSpec) -> None:
+    run = replace(spec, parallel=replace(spec.parallel, strips=8), memory=replace(spec.memory, name="vdnn_all"))
+    found = largest_image(run)
+    assert found is not None and (found.strips, found.memory) == (8, "vdnn_all")
+
+
+def test_a_network_that_needs_whole_images_has_none(spec: RunSpec) -> None:
+    assert largest_image(replace(spec, model=replace(spec.model, norm="batch"))) is None
