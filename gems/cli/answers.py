@@ -31,7 +31,7 @@ def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
         "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
         "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
         "profile_device": profile.device, "schedule": schedule.name, "partitions": schedule.num_ranks,
-        "micro_batches": schedule.num_micro_batches,
+        "micro_batches": schedule.num_whole, "strips": schedule.num_strips,
     }  # fmt: skip
 
 

@@ -129,7 +129,8 @@ def _head(answer: dict[str, Any]) -> str:
     limit = "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
     return (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
-        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}, "
+        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}"
+        f"{' of ' + str(answer['strips']) + ' strips' if answer['strips'] > 1 else ''}, "
         f"{limit}: predicted ({answer['profile_source']} profile, {answer['profile_device']})"
     )
 

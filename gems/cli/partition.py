@@ -116,7 +116,7 @@ def _proof(entry: dict[str, Any]) -> str | None:
 
 def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     """Print, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
-    from gems.profile.store import profile_of
+    from gems.profile.store import profile_of, take_in_this_process
 
     schedule = lowered_schedule(spec)
 
@@ -127,8 +127,7 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
     strips = None
     if axis == RESOLUTION:
-        import torch  # noqa: F401  # else each profile would be taken by a process of its own
-
+        take_in_this_process()
         strips = largest_image(spec)
     print(file=sys.stderr)
     ours = found[0]

@@ -147,7 +147,7 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
     given = sum(strip.given for strip in strips.stages[0]) // num
     if profile is None:
         return ModelProfile("", 0, 0, 1, "", "", "fake", tuple(stages), given)
-    return replace(profile, height_px=-(-profile.height_px // num), layers=tuple(stages), input_bytes=given)
+    return replace(profile, layers=tuple(stages), input_bytes=given)
 
 
 def _means(strips: Sequence[StripBytes], name: str) -> tuple[int, ...]:

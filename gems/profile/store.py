@@ -214,6 +214,11 @@ def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
     )
 
 
+def take_in_this_process() -> None:
+    """Load torch, for one who asks for many profiles on fake tensors: a process for each would take longer."""
+    import_module(STRIPS_TAKER)
+
+
 def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
     """Take the profile and return its document; raises ConfigError for what the profiler refused, or how it failed.
 

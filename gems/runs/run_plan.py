@@ -165,6 +165,8 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     """
     run = with_profiled_costs(_of_model(spec))
     compute = compute_schedule(run)
+    if compute.num_strips > 1:
+        return strip_case(run, compute, _unlimited_partition(run, without_strips(compute)))
     return memory_case(run, compute, _unlimited_partition(run, compute))
 
 
