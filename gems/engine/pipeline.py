@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +28,7 @@ from gems.engine.optimization.update import Update
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
-from gems.engine.strips.build import draws_in, find_forms
+from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
@@ -195,10 +196,20 @@ def build_pipeline(
         loss=loss, step_weight=step_weight, update=update, segments=segments,
         draws=lambda step, micro_batch: draws.at(step, first + micro_batch),
     )  # fmt: skip
-    forward = validate(lower(forward_only(placement, min(schedule.num_whole, 2 * placement.num_stages))))
-    evaluation_specs = stage_modules.output_specs(spec, precision, training=False)
-    evaluation_channels = P2PChannels(forward, rank, evaluation_specs, transports, staging, recorder)
-    evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
+    by_strips, strips, last = None, 1, placement.num_stages - 1
+    if in_strips is not None:
+        by_strips = find_evaluation_forms(spec, stage_modules, modules, precision, comm.rank == 0)
+    if by_strips is None:
+        evaluated: Mapping[StageKey, Stage] = stages
+        specs = stage_modules.output_specs(spec, precision, training=False)
+    else:
+        evaluated = by_strips.open_evaluation(modules, channels.poll, device, last)
+        specs, strips = by_strips.specs, schedule.num_strips
+    num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / strips))
+    forward = validate(lower(forward_only(placement, num_at_once, strips)))
+    evaluate = Executor(
+        forward, rank, evaluated, P2PChannels(forward, rank, specs, transports, staging, recorder), recorder, heartbeat
+    )
     seed_generators(device, spec.seed, replica, rank)
     start_up.end()
     return Pipeline(

@@ -220,7 +220,7 @@ def measure(
     pipeline.set_training(False)
     pipeline.recorder.is_on = False
     batches = loader.validation(
-        num_validation, executor.schedule.num_micro_batches, pipeline.has_in_evaluation(0),
+        num_validation, executor.schedule.num_whole, pipeline.has_in_evaluation(0),
         pipeline.has_in_evaluation(last),
     )  # fmt: skip
     with torch.no_grad(), pipeline.update.averaged():

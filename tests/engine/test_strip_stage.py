@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gems.autograd.storages import storage_addresses
 from gems.autograd.strips.stage import Boundary, StripStage
 from gems.engine.stage import Stage
+from gems.engine.strips.evaluation import EvaluationInStrips
 from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import StageInStrips
 from gems.models.build import as_tuple
@@ -195,3 +196,34 @@ def test_bytes_of_strips_add_up() -> None:
     assert [stage.kept_bytes(4 * NUM + x) for x in range(NUM)] == kept
     stage.reset()
     assert stage.num_in_flight == 0
+
+
+@pytest.mark.parametrize("is_rows", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_evaluation_gives_what_whole_images_give(name: str, is_rows: bool) -> None:
+    torch.manual_seed(0)
+    make, cuts = NETWORKS[name]
+    layers = [layer.to(DTYPE).eval() for layer in make()]
+    made = make_stages(layers, cuts)
+    last = made[-1]
+    stages = [
+        EvaluationInStrips(
+            stage.modules, stage.is_first, lambda: None, stage.form, stage.takes, CPU, stage.form is last.form
+        )
+        for stage in made
+    ]
+    for image in torch.randn(2, 2, 3, HEIGHT, 6, dtype=DTYPE):
+        found = []
+        for first, end in pairwise((0, *ENDS)):
+            tensors: tuple[Tensor, ...] = (image[:, :, first:end].clone() if is_rows else image.clone(),)
+            for stage in stages:
+                given = tuple(tensor.clone() for tensor in tensors)
+                tensors = stage.infer(given)
+                if stage is not stages[-1]:
+                    tensors = tuple(tensor.clone() for tensor in tensors)
+                for tensor in given:  # the memory of messages is received into again
+                    tensor.fill_(float("nan"))
+            found.append(tensors)
+        assert found[:-1] == [None, None]
+        with torch.no_grad():
+            assert torch.allclose(found[-1], run_whole(layers, image), rtol=1e-12, atol=1e-12)

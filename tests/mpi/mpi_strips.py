@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
@@ -185,16 +186,61 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     pipeline.close()
 
 
-def test_evaluation_runs_whole_images(comm):
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.num_bytes = max(self.num_bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        return made
+
+
+def evaluated(comm, spec):
+    """Return the metrics, the strips of the schedule, and the bytes of the largest tensor of a rank."""
+    pipeline = build_pipeline(spec, comm, CPU)
+    loader, num_validation, _ = open_loader(pipeline)
+    with LargestTensor() as largest:
+        metrics = evaluate(pipeline, loader, num_validation)
+    loader.close()
+    assert pipeline.evaluate.router.is_empty and pipeline.recorder.memory.held_bytes >= 0
+    pipeline.close()
+    return metrics, pipeline.evaluate.schedule.num_strips, largest.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "partitions", "replicas", "height"),
+    [
+        ("frozen", "1f1b", 4, 1, 150),
+        ("vgg", "zb_v", 2, 2, 150),
+        ("alexnet", "interleaved_1f1b", 2, 1, 319),
+        ("unet", "gems_master", 2, 2, 112),
+        ("two outputs", "1f1b", 2, 1, 90),
+    ],
+)
+def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, replicas, height):
+    specs = [strip_spec(name, schedule, partitions, replicas, strips, height) for strips in (1, 4)]
+    part = sub_world(comm, specs[0].world_size)
+    if part is None:
+        return
+    (whole, _, whole_bytes), (found, strips, strip_bytes) = (evaluated(part, spec) for spec in specs)
+    assert strips == 4 and found["num_validation"] == 5
+    assert found.keys() == whole.keys()
+    assert all(found[key] == pytest.approx(value, rel=1e-12) for key, value in whole.items())
+    assert part.rank or strip_bytes < whole_bytes  # of the rank that has most rows
+
+
+def test_evaluation_that_needs_whole_images_has_them(comm):
+    model = ModelConfig(target=f"{OWN}WholeInEvaluation")
     found = []
     for strips in (1, 3):
-        spec = strip_spec("unet", "gems_master", 2, 2, strips, 20)
-        pipeline = build_pipeline(spec, comm, CPU)
-        loader, num_validation, _ = open_loader(pipeline)
-        found.append(evaluate(pipeline, loader, num_validation))
-        loader.close()
-        pipeline.close()
-    assert found[0] == found[1] and found[0]["num_validation"] == 5
+        spec = make_spec(
+            "1f1b", 2, 2, model=model, data=DataConfig(**CLASSES, height_px=16), parallel__strips=strips,
+            train__precision="float64",
+        )  # fmt: skip
+        found.append(evaluated(comm, spec))
+    assert found[0][0] == found[1][0] and found[1][1] == 1
 
 
 @pytest.mark.parametrize(

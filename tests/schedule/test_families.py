@@ -149,9 +149,11 @@ def test_gems_of_odd_ranks_in_words() -> None:
 @pytest.mark.parametrize("placement", [linear(1), linear(3), bidirectional(3), Placement(2, ((0, 1, 1, 0),))])
 def test_forward_only(placement: Placement) -> None:
     made = forward_only(placement, 3)
-    validate(made)
-    lowered = validate(lower(made))
+    lowered = validate(lower(validate(made)))
     kinds = {action.kind.value for _, action in lowered.actions()}
     assert kinds <= {"F", "SEND_F", "RECV_F"}
     assert {action.direction for _, action in lowered.actions()} == {0}
     assert len(list(made.actions())) == 3 * placement.num_stages
+    strips = validate(lower(validate(forward_only(placement, 3, num_strips=2))))
+    assert (strips.num_whole, strips.num_micro_batches) == (3, 6)
+    assert {action.kind for _, action in strips.actions()} == {action.kind for _, action in lowered.actions()}

@@ -59,7 +59,7 @@ class StoredStrips(StageInStrips):
         """Run a strip and keep only what `recompute` needs; see `StageInStrips.forward`."""
         image, strip, rows = self._begin(micro_batch, inputs)
         key, carried, static = self._key(micro_batch), image.sample.carried, storage_addresses(image.sample.static)
-        given = self._spread(strip, rows)
+        given = self.takes.given(rows, strip, self.device)
         self._pending[micro_batch] = _Pending(
             [None if each is None else self._store.save(key, 0, each) for each in given],
             [each if storage_addresses([each]) & static else self._store.save(key, 0, each) for each in carried],

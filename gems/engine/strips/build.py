@@ -1,7 +1,8 @@
-"""The stages of a rank in strips, and what passes between stages with each strip."""
+"""The stages of a rank in strips, in training and in evaluation, and what passes between stages with each strip."""
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from gems.autograd.strips.trace import KEY
 from gems.config.schema import RunSpec
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
+from gems.engine.strips.evaluation import EvaluationInStrips
 from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision
 from gems.models.streaming.rules import even_ends
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,29 @@ class StripForms:
             for key, of_stage in modules.items()
         }
 
+    def open_evaluation(
+        self, modules: Mapping[StageKey, nn.ModuleList], poll: Callable[[], None], device: torch.device, last_stage: int
+    ) -> dict[StageKey, EvaluationInStrips]:
+        """Return the stages of the rank for forms of evaluation."""
+        return {
+            key: EvaluationInStrips(
+                modules[key], key[1] == 0, poll, form, self.takes[key], device, key[1] == last_stage
+            )
+            for key, form in self.forms.items()
+        }
+
 
 def find_forms(
-    spec: RunSpec, stages: StageModules, modules: Mapping[StageKey, nn.ModuleList], precision: Precision
+    spec: RunSpec,
+    stages: StageModules,
+    modules: Mapping[StageKey, nn.ModuleList],
+    precision: Precision,
+    is_training: bool = True,
 ) -> StripForms:
     """Return the streaming forms of a run's stages, the same on all ranks, which each trace the whole model.
 
-    Those of other ranks are traced without memory, for the rows that they give in each strip.
+    Those of other ranks are traced without memory, for the rows that they give in each strip. Layers are traced in the
+    mode of training or of evaluation, and left in that of training.
 
     Raises:
         ConfigError: a layer that needs the whole image.
@@ -65,15 +85,31 @@ def find_forms(
     for stage in range(num_stages):
         names, form = stages.layer_names(stage), None
         for key in [key for key in modules if key[1] == stage]:
-            form = forms[key] = _form(zip(names, modules[key], strict=True), passed)
+            form = forms[key] = _form(zip(names, modules[key], strict=True), passed, is_training)
             takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
-            form = _form(zip(names, built, strict=True), passed)
+            form = _form(zip(names, built, strict=True), passed, is_training)
         passed = Passed(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
     return StripForms(forms, takes, specs)
+
+
+def find_evaluation_forms(
+    spec: RunSpec,
+    stages: StageModules,
+    modules: Mapping[StageKey, nn.ModuleList],
+    precision: Precision,
+    is_logged: bool,
+) -> StripForms | None:
+    """Return the forms of the stages of evaluation, in direction 0; None if a layer needs whole images there alone."""
+    try:
+        return find_forms(spec, stages, {key: modules[key] for key in modules if not key[0]}, precision, False)
+    except ConfigError as error:
+        if is_logged:
+            _log.warning("evaluation runs whole images, since not all layers run in strips there: %s", error)
+        return None
 
 
 def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Draws:
@@ -89,12 +125,18 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
     return lambda checksum: draws.seed_of(streams[checksum])
 
 
-def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed) -> StripStage:
-    named = [(name, module.train()) for name, module in layers]
-    form = StripStage(named, passed.boundaries, passed.num_strips)
+def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, is_training: bool) -> StripStage:
+    named = [(name, module.train(is_training)) for name, module in layers]
+    try:
+        form = StripStage(named, passed.boundaries, passed.num_strips)
+    finally:
+        for _, module in named:
+            module.train()
     if form.draws_by_row is not None:
         raise ConfigError(
             KEY, passed.num_strips, f"layer {form.draws_by_row} drops values of a map, at random by rows, which no "
             "process without strips does alike", f"use nn.Dropout2d, set its rate to 0, or set {KEY}=1",
         )  # fmt: skip
+    if form.draws and not is_training:
+        raise ConfigError(KEY, passed.num_strips, "layers draw random numbers in evaluation too", f"set {KEY}=1")
     return form

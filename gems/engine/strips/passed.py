@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gems.autograd.strips.stage import Boundary
@@ -45,6 +46,20 @@ class Passed:
         for place, tensor in zip(self.places(strip, have_gradient), tensors, strict=True):
             found[place] = tensor
         return found
+
+    def given(self, tensors: Sequence[Tensor], strip: int, device: torch.device) -> list[Tensor | None]:
+        """Return the tensors of a strip as `spread`, and empty ones at the places of those that have no rows yet."""
+        found = self.spread(tensors, strip)
+        for place, boundary in enumerate(self.boundaries):
+            if found[place] is None and boundary.ends is not None:
+                found[place] = torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype, device=device)
+        return found
+
+    def rows_of(self, images: Tensor, strip: int) -> Tensor:
+        """Return the rows of the first tensor in a strip, of the whole or of nothing but them."""
+        first, rows = self.rows(0, strip)
+        dim = self.boundaries[0].dim
+        return images if images.shape[dim] == rows else images.narrow(dim, first, rows)
 
     def specs(self, strip: int) -> tuple[TensorSpec, ...]:
         """Return shape and type of the tensors of a strip."""

@@ -41,8 +41,8 @@ class StageInStrips(Stage):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
     In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. What is not there yet, or has
-    no rows in a strip, is neither taken nor given. The first stage takes the whole images with each strip; the last one
-    gives nothing, and has its loss in the last strip. Evaluation runs whole images.
+    no rows in a strip, is neither taken nor given. The first stage takes the rows of a strip, or the whole images with
+    each; the last one gives nothing, and has its loss in the last strip. Evaluation is that of `EvaluationInStrips`.
     """
 
     def __init__(
@@ -121,8 +121,7 @@ class StageInStrips(Stage):
         """Return what a strip is given: on the first stage its rows of the images."""
         if not self.is_first:
             return tuple(inputs)
-        boundary = self.takes.boundaries[0]
-        return tuple(tensor.narrow(boundary.dim, *self.takes.rows(0, strip)) for tensor in inputs)
+        return tuple(self.takes.rows_of(tensor, strip) for tensor in inputs)
 
     def _given_on(self, strip: int, outputs: Sequence[Tensor | None], loss: Loss | None) -> Tensors:
         """Return the tensors of the next boundary."""
@@ -130,18 +129,10 @@ class StageInStrips(Stage):
             return ()
         return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
 
-    def _spread(self, strip: int, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return inputs at their places, one that has no rows in a strip without any."""
-        given = self.takes.spread(inputs, strip)
-        for place, boundary in enumerate(self.takes.boundaries):
-            if given[place] is None and boundary.ends is not None:
-                given[place] = torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device)
-        return given
-
     def _run_strip(
         self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
     ) -> tuple[Tensor | None, ...]:
-        outputs = image.sample.forward(self._spread(strip, inputs), deferred)
+        outputs = image.sample.forward(self.takes.given(inputs, strip, self.device), deferred)
         self._end_strip(image, strip, outputs, loss)
         return outputs
 

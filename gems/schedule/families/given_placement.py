@@ -9,19 +9,21 @@ from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
 
-def forward_only(placement: Placement, num_micro_batches: int) -> Schedule:
+def forward_only(placement: Placement, num_whole: int, num_strips: int = 1) -> Schedule:
     """Build the schedule that sends every micro-batch down through the stages and frees it at once, for evaluation.
+
+    With `num_strips` above 1 these are the strips of `num_whole` micro-batches.
 
     One direction is enough: the copies of a stage hold equal weights, and two streams in one list of a rank would
     wait for each other at every turn. A rank with several stages takes them along the diagonal, so that it holds few
     boundaries at once.
     """
-    rows = []
+    rows, num = [], num_whole * num_strips
     for rank in range(placement.num_ranks):
         stages = [stage for direction, stage in placement.stages_on(rank) if direction == 0]
-        cells = sorted((m + stage, stage, m) for stage in stages for m in range(num_micro_batches))
+        cells = sorted((m + stage, stage, m) for stage in stages for m in range(num))
         rows.append(tuple(forward(stage, m) for _, stage, m in cells))
-    return Schedule("forward_only", num_micro_batches, placement, tuple(rows), forward_only=True)
+    return Schedule("forward_only", num, placement, tuple(rows), forward_only=True, num_strips=num_strips)
 
 
 def placed(
