@@ -155,7 +155,7 @@ class DataConfig:
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
     augment: bool = flag(True, "flip and rotate training images at random")
-    prefetch_steps: int = number(2, "steps whose samples are read ahead", max=10**4)
+    prefetch_steps: int = number(2, "steps whose samples are read ahead, or strips whose rows are", max=10**4)
     num_workers: int = number(
         0, "processes of a rank that read its samples; 0: a thread of the rank", max=10**4, in_run_id=False
     )

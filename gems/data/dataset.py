@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ Tokens = NDArray[np.int64]
 Label = int | Tokens | Image
 IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
 NO_LABEL = -1  # of a pixel that is ignored
+
+
+class Box(NamedTuple):
+    """Rows and columns of an image."""
+
+    rows: slice
+    columns: slice
 
 
 class Dataset(ABC):
@@ -64,6 +71,23 @@ class Dataset(ABC):
         if split == "train" and self.augment:
             pixels = turned(pixels, generator(self.seed, "augment", index, draw))
         return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
+
+    def reads_rows(self, split: Split) -> bool:
+        """Return whether `rows` reads little more of an image than it returns, so that no whole image is ever held."""
+        return False
+
+    def rows(self, split: Split, index: int, draw: int, first: int, end: int) -> Image:
+        """Return rows `first` to `end` of what `image` returns."""
+        if not self.reads_rows(split):
+            return np.ascontiguousarray(cast(Image, self.image(split, index, draw))[:, first:end])
+        self._check(split, index)
+        channels, height, width = self.shape
+        made = np.empty((channels, end - first, width), dtype=np.float32)
+        upright, box = made, Box(slice(first, end), slice(0, width))
+        if split == "train" and self.augment:
+            upright, box = unturned(made, first, (height, width), generator(self.seed, "augment", index, draw))
+        self._write(split, index, box, upright)
+        return made
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
@@ -130,6 +154,10 @@ class Dataset(ABC):
     @abstractmethod
     def _label(self, split: Split, index: int) -> Label:
         """Return the class, or classes or values."""
+
+    def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
+        """Write a part of a sample before augmentation to `out`, of a source that reads rows."""
+        raise NotImplementedError
 
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):
@@ -260,16 +288,28 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
     return image
 
 
-def unturned(image: Image, rng: np.random.Generator) -> Image:
-    """Return the view of an image that `turned` makes the image of, with an equal generator."""
+def unturned(part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator) -> tuple[Image, Box]:
+    """Return where the rows from `first` on of what `turned` makes, with an equal generator, are in the image.
+
+    Args:
+        part: The rows, (channels, rows, width).
+        first: The number of the first one.
+        sides_px: Height and width of the whole image.
+        rng: The generator.
+
+    Returns:
+        A view of the part that is a part of the image, and which part.
+    """
+    height, width = sides_px
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
-    if swap and image.shape[1] == image.shape[2]:
-        image = image.transpose(0, 2, 1)
+    rows, columns = slice(first, first + part.shape[1]), slice(0, width)
+    if swap and height == width:
+        part, rows, columns = part.transpose(0, 2, 1), columns, rows
     if flip_columns:
-        image = image[:, :, ::-1]
+        part, columns = part[:, :, ::-1], slice(width - columns.stop, width - columns.start)
     if flip_rows:
-        image = image[:, ::-1, :]
-    return image
+        part, rows = part[:, ::-1, :], slice(height - rows.stop, height - rows.start)
+    return part, Box(rows, columns)
 
 
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gems.data.dataset import Box
 from gems.data.images import stamps
 from gems.errors import ConfigError
 from gems.utils.cache import cached
@@ -151,12 +152,18 @@ def read_facts(path: Path) -> Slide:
 
 
 def read_bands(
-    handle: Any, slide: Slide, corner: tuple[int, int], downsample: float, shape_px: tuple[int, ...]
-) -> Iterator[tuple[int, Bytes]]:
-    """Yield the first row and the pixels of each band of a region, downwards.
+    handle: Any,
+    slide: Slide,
+    corner: tuple[int, int],
+    downsample: float,
+    shape_px: tuple[int, ...],
+    box: Box | None = None,
+) -> Iterator[tuple[slice, Bytes]]:
+    """Yield the rows and the pixels of each band of a region, or of a part of it, downwards.
 
     They are read from the coarsest level that is not coarser than `downsample`, and resampled (bilinear, smoothed) if
-    it is another. What lies beyond the slide is white.
+    it is another: then bands are those of the whole region, in all columns, so that a part has the same pixels. What
+    lies beyond the slide is white.
 
     Args:
         handle: The open slide.
@@ -164,6 +171,7 @@ def read_bands(
         corner: x and y of the region's upper left corner, at level 0.
         downsample: Pixels of level 0 on a side of a pixel of the region.
         shape_px: Height and width of the region.
+        box: The part; None for all of it.
 
     Raises:
         ConfigError: the file cannot be read there.
@@ -171,6 +179,7 @@ def read_bands(
     from PIL.Image import Resampling, fromarray
 
     height, width = shape_px
+    rows, columns = box or Box(slice(0, height), slice(0, width))
     fine = [n for n, each in enumerate(slide.levels) if each.downsample <= downsample * (1 + SAME_SCALE)]
     number = max(fine, key=lambda n: slide.levels[n].downsample, default=0)
     level = slide.levels[number]
@@ -179,10 +188,16 @@ def read_bands(
     tile_px = min(level.tile_px, _MAX_TILE_PX)
     if abs(ratio - 1) < SAME_SCALE:
         column, row = round(left), round(top)
+        part = rows, columns
+        if not level.downsample.is_integer():  # pixels may then depend on where a read begins: all begin as the whole's
+            part = slice(0, height), slice(0, width)
+        start, left_px, size_px = part[0].start, column + part[1].start, part[1].stop - part[1].start
         # bands end where the file's own tiles do, so that none is decoded twice
-        begins = [0, *range(tile_px - row % tile_px, height, tile_px)]
-        for first, end in zip(begins, [*begins[1:], height], strict=True):
-            yield first, _read(handle, slide, number, (column, row + first), (width, end - first))
+        begins = [start, *range(start + tile_px - (row + start) % tile_px, part[0].stop, tile_px)]
+        for first, end in zip(begins, [*begins[1:], part[0].stop], strict=True):
+            if first < rows.stop and end > rows.start:
+                band = _read(handle, slide, number, (left_px, row + first), (size_px, end - first))
+                yield _cut(band, first, part[1].start, rows, columns)
         return
     margin = ceil(ratio) + 1  # of pixels around a band that its own are made of
     right, bottom = left + width * ratio, top + height * ratio
@@ -190,15 +205,22 @@ def read_bands(
     first_column = max(floor(left) - margin, min(0, floor(left)))
     end_column = min(ceil(right) + margin, max(level.width_px, ceil(right)))
     rows_px = max(1, int(tile_px / ratio))
-    for first in range(0, height, rows_px):
+    for first in range(rows.start // rows_px * rows_px, rows.stop, rows_px):
         end = min(first + rows_px, height)
         upper, lower = top + first * ratio, top + end * ratio
         first_row = max(floor(upper) - margin, min(0, floor(top)))
         end_row = min(ceil(lower) + margin, max(level.height_px, ceil(bottom)))
         size = end_column - first_column, end_row - first_row
         source = fromarray(np.ascontiguousarray(_read(handle, slide, number, (first_column, first_row), size)))
-        box = (left - first_column, upper - first_row, right - first_column, lower - first_row)
-        yield first, np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=box))
+        sides = (left - first_column, upper - first_row, right - first_column, lower - first_row)
+        band = np.asarray(source.resize((width, end - first), Resampling.BILINEAR, box=sides))
+        yield _cut(band, first, 0, rows, columns)
+
+
+def _cut(band: Bytes, first: int, column: int, rows: slice, columns: slice) -> tuple[slice, Bytes]:
+    """Return which of some rows a band has, and their pixels in some columns; it begins at row `first` and `column`."""
+    begin, end = max(first, rows.start), min(first + len(band), rows.stop)
+    return slice(begin, end), band[begin - first : end - first, columns.start - column : columns.stop - column]
 
 
 def thumbnail(slide: Slide) -> tuple[Bytes, float]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Image, Source, Split, Tokens, generator, unturned
+from gems.data.dataset import DATASETS, Box, Image, Source, Split, Tokens
 from gems.data.images import MODES, ImageDataset, Values, check_images, stamps
 from gems.data.pyramid import SAME_SCALE, Handles, Slide, library, read_bands, read_facts, tissue_mask
 from gems.data.table import Row, Rows, class_numbers, read_rows, split_rows
@@ -85,24 +85,21 @@ class SlideDataset(ImageDataset):
         _, height, width = self.shape
         return found.slide, (x, y, width * found.downsample, height * found.downsample)
 
+    def reads_rows(self, split: Split) -> bool:
+        """Return whether parts of regions are read alone: not if a transform needs all of one."""
+        return split != "train" or self.config.transform is None
+
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `ImageDataset.image`; its bands go straight to where a flip or turn has them."""
-        if split == "train" and self.config.transform is not None:
+        if not self.reads_rows(split):
             return super().image(split, index, draw)
-        self._check(split, index)
-        made = np.empty(self.shape, dtype=np.float32)
-        upright = made
-        if split == "train" and self.augment:
-            upright = unturned(made, generator(self.seed, "augment", index, draw))
-        for first, band in self._bands(split, index):
-            self._normalised(band, out=upright[:, first : first + band.shape[1]])
-        return made
+        return self.rows(split, index, draw, 0, self.shape[1])
 
     def values(self, split: Split, index: int) -> Values:
         """Return the bytes of a region."""
         made = np.empty(self.shape, dtype=np.uint8)
-        for first, band in self._bands(split, index):
-            made[:, first : first + band.shape[1]] = band
+        for rows, band in self._bands(split, index, Box(*(slice(0, side) for side in self.shape[1:]))):
+            made[:, rows] = band
         return made
 
     def identity(self, split: Split) -> str:
@@ -127,17 +124,23 @@ class SlideDataset(ImageDataset):
         x, y = found.corners[region].tolist()
         return found, (x, y)
 
-    def _bands(self, split: Split, index: int) -> Iterator[tuple[int, Values]]:
-        """Yield the first row and the values of each band of a region, downwards."""
+    def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
+        for rows, band in self._bands(split, index, box):
+            self._normalised(band, out=out[:, rows])
+
+    def _bands(self, split: Split, index: int, box: Box) -> Iterator[tuple[slice, Values]]:
+        """Yield the rows and values of each band of a part of a region, downwards."""
         from PIL.Image import fromarray
 
         found, corner = self._place(split, index)
+        first = box.rows.start
         with self._handles.opened(found.slide.path) as handle:
-            for first, band in read_bands(handle, found.slide, corner, found.downsample, self.shape[1:]):
+            for rows, band in read_bands(handle, found.slide, corner, found.downsample, self.shape[1:], box):
+                here = slice(rows.start - first, rows.stop - first)
                 if self.shape[0] == 1:
-                    yield first, np.asarray(fromarray(band).convert(MODES[1]))[np.newaxis]
+                    yield here, np.asarray(fromarray(band).convert(MODES[1]))[np.newaxis]
                 else:
-                    yield first, band.transpose(2, 0, 1)
+                    yield here, band.transpose(2, 0, 1)
 
 
 class UnlabelledSlides(SlideDataset):

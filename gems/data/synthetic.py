@@ -8,11 +8,12 @@ import numpy as np
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import TOKEN_PAIRS, TOKENS, Dataset, Image, Label, Split, Tokens, dataset, generator
+from gems.data.dataset import TOKEN_PAIRS, TOKENS, Box, Dataset, Image, Label, Split, Tokens, dataset, generator
 
 _CELLS = 8
 _NOISE_PX = 64
 _SIGNAL = 0.6
+_WHOLE = Box(slice(None), slice(None))
 
 
 @dataset("synthetic", tasks=TASKS)
@@ -42,22 +43,33 @@ class SyntheticDataset(Dataset):
         return np.asarray(_SIGNAL * cells / cells.std(), dtype=np.float32)
 
     def _pixels(self, split: Split, index: int) -> Image:
+        return self._part(split, index, _WHOLE)
+
+    def reads_rows(self, split: Split) -> bool:
+        """Return True: any part can be made alone."""
+        return True
+
+    def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
+        out[...] = self._part(split, index, box)
+
+    def _part(self, split: Split, index: int, box: Box) -> Image:
         channels, height, width = self.shape
         rng = generator(self.seed, split, index)
         patch = rng.standard_normal((channels, _NOISE_PX, _NOISE_PX), dtype=np.float32)
         patch *= np.float32((1 - _SIGNAL**2) ** 0.5)
         top, left = rng.integers(_NOISE_PX, size=2)
-        noise = patch[:, (np.arange(height) + top) % _NOISE_PX][:, :, (np.arange(width) + left) % _NOISE_PX]
+        rows, columns = np.arange(height)[box.rows], np.arange(width)[box.columns]
+        noise: Image = patch[:, (rows + top) % _NOISE_PX][:, :, (columns + left) % _NOISE_PX]
         label = self._label(split, index)
         if isinstance(label, np.ndarray) and label.ndim == 1:
             pattern = np.tensordot(label, np.stack(self._patterns), 1).astype(np.float32)
         else:
             pattern = self._patterns[index % self.num_classes]
-        noise += self._stretched(pattern)
+        noise += self._stretched(pattern, box)
         return noise
 
-    def _stretched(self, pattern: Image) -> Image:
-        stretched: Image = pattern[:, self._rows][:, :, self._columns]
+    def _stretched(self, pattern: Image, box: Box = _WHOLE) -> Image:
+        stretched: Image = pattern[:, self._rows[box.rows]][:, :, self._columns[box.columns]]
         return stretched
 
     def _label(self, split: Split, index: int) -> Label:

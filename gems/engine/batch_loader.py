@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import count, tee
 from typing import Any, Protocol, cast
 
@@ -25,6 +27,7 @@ from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
+from gems.models.streaming.rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Requests = Mapping[int, Request]  # of one step: micro-batch -> its samples
@@ -59,7 +62,9 @@ class BatchLoader:
         dtype: torch.dtype,
         device: torch.device,
         first_step: int = 0,
+        strip_order: Sequence[int] = (),
     ) -> None:
+        """Begin to load ahead; of the images of strips in `strip_order`, as forwards take them, rows if there are."""
         self._spec, self._replica = spec, replica
         self.dataset = dataset
         self._data = cast(Dataset, dataset)  # which a rank that reads has
@@ -68,16 +73,14 @@ class BatchLoader:
         self.reads = bool(image_micro_batches or label_micro_batches)
         self._train: Steps | None = None
         self._validation_workers: Workers | None = None
+        self._all_workers: list[Workers] = []
         if not self.reads:
             return
-        if spec.data.num_workers:
-            per_step = len({*image_micro_batches, *label_micro_batches})
-            steps = (self._requests(step) for step in range(first_step, spec.train.steps))
-            self._train = self._workers(per_step).steps(steps, first_step)
+        per_step = len({*image_micro_batches, *label_micro_batches})
+        if strip_order and self._data.reads_rows("train"):
+            self._train = self._by_strips(self._requests, first_step, spec.train.steps, strip_order)
         else:
-            depth = 0 if self._data.seeds_process else spec.data.prefetch_steps
-            last_step = spec.train.steps - 1
-            self._train = Prefetcher(lambda step: self._load(self._requests(step)), depth, first_step, last_step)
+            self._train = self._ahead(self._requests, first_step, spec.train.steps, partial(self._workers, per_step))
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
@@ -85,9 +88,10 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop loading ahead."""
-        for loading in (self._train, self._validation_workers):
-            if loading is not None:
-                loading.close()
+        if self._train is not None:
+            self._train.close()
+        for workers in self._all_workers:
+            workers.end()
 
     def _requests(self, step: int) -> Requests:
         """Return what this rank reads in a training step."""
@@ -110,29 +114,73 @@ class BatchLoader:
         batch = Batch({m: self._typed(images) for m, images in batch.images.items()}, batch.labels)
         if self._device.type != "cuda":
             return batch
-        return Batch(*({m: held.pin_memory() for m, held in part.items()} for part in (batch.images, batch.labels)))
+        images, labels = ({m: held.pin_memory() for m, held in part.items()} for part in (batch.images, batch.labels))
+        return Batch(images, labels)
+
+    def _ahead(
+        self, requests: Callable[[int], Requests], first: int, end: int, workers: Callable[[], Workers] | None
+    ) -> Steps:
+        """Begin to load what is requested of the steps `first` to `end`, in the processes that there may be."""
+        if self._spec.data.num_workers and workers is not None:
+            return workers().steps(map(requests, range(first, end)), first)
+        depth = 0 if self._data.seeds_process else self._spec.data.prefetch_steps
+        return Prefetcher(lambda step: self._load(requests(step)), depth, first, end - 1)
+
+    def _by_strips(
+        self,
+        requests: Callable[[int], Requests],
+        first: int,
+        end: int,
+        order: Sequence[int],
+        workers: Callable[[], Workers] | None = None,
+    ) -> StripSteps:
+        """Begin to load the labels of steps, and the rows of strips in the order in which each step takes them."""
+        num_strips = self._spec.parallel.strips
+        ends = even_ends(self._spec.data.height_px, num_strips)
+
+        def labels(step: int) -> Requests:
+            return {m: replace(request, images=False) for m, request in requests(step).items() if request.labels}
+
+        def strips(number: int) -> Requests:
+            step, place = divmod(number, len(order))
+            m, strip = divmod(order[place], num_strips)
+            rows = ends[strip - 1] if strip else 0, ends[strip]
+            return {order[place]: replace(requests(step)[m], labels=False, rows=rows)}
+
+        ahead = self._ahead(strips, first * len(order), end * len(order), workers or partial(self._workers, 1))
+        return StripSteps(
+            self._ahead(labels, first, end, None), ahead, order, lambda number: self._load(strips(number))
+        )
 
     def _workers(self, per_step: int) -> Workers:
         data = self._spec.data
         ahead = math.ceil(max(1, data.prefetch_steps) * per_step / data.num_workers)
-        return Workers(MicroBatchReader(self._data), data.num_workers, ahead, self._device.type == "cuda")
+        workers = Workers(MicroBatchReader(self._data), data.num_workers, ahead, self._device.type == "cuda")
+        self._all_workers.append(workers)
+        return workers
 
     def _typed(self, images: Tensor) -> Tensor:
         return images.to(self._dtype) if images.is_floating_point() else images
 
     def _on_device(self, batch: Batch) -> Batch:
+        def moved(images: Tensor) -> Tensor:
+            return self._typed(images.to(self._device, non_blocking=True))
+
+        rows = batch.rows
         return Batch(
-            {m: self._typed(images.to(self._device, non_blocking=True)) for m, images in batch.images.items()},
+            {m: moved(images) for m, images in batch.images.items()},
             {m: labels.to(self._device, non_blocking=True) for m, labels in batch.labels.items()},
+            None if rows is None else lambda strip: moved(rows(strip)),
         )
 
     def validation(
-        self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool
+        self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool, num_strips: int = 1
     ) -> Iterator[Batch]:
         """Yield this replica's share of the `num_validation` samples, `num_micro_batches` micro-batches at a time.
 
-        Every rank of the pipeline gets as many batches. The last micro-batch of a replica is filled with samples that
-        have no label: its labels are fewer.
+        If they run as `num_strips` strips, images come by rows if the source reads rows. Every rank of the pipeline
+        gets as many batches. The last micro-batch of a replica is filled with samples that have no label: its labels
+        are fewer.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
@@ -153,19 +201,48 @@ class BatchLoader:
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
             return
+        by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
+
+        def workers() -> Workers:
+            self._validation_workers = self._validation_workers or self._workers(1 if by_rows else num_micro_batches)
+            return self._validation_workers
+
         loading: Steps
-        if self._spec.data.num_workers:
-            self._validation_workers = self._validation_workers or self._workers(num_micro_batches)
-            loading = self._validation_workers.steps(map(requests, range(num_rounds)), 0)
+        if by_rows:
+            loading = self._by_strips(requests, 0, num_rounds, range(num_micro_batches * num_strips), workers)
         else:
-            depth = 0 if self._data.seeds_process else self._spec.data.prefetch_steps
-            loading = Prefetcher(lambda number: self._load(requests(number)), depth, 0, num_rounds - 1)
+            loading = self._ahead(requests, 0, num_rounds, workers)
         try:
             for number in range(num_rounds):
                 yield self._on_device(loading.get(number))
         finally:
-            if loading is not self._validation_workers:
-                loading.close()
+            loading.close()
+
+
+class StripSteps:
+    """Steps whose batches give the rows of strips one by one, read ahead in the order in which forwards take them."""
+
+    def __init__(self, labels: Steps, ahead: Steps, order: Sequence[int], load: Callable[[int], Batch]) -> None:
+        """Take what loads labels by step and rows by number, and `load` for rows that are asked for again."""
+        self._labels, self._ahead, self._load = labels, ahead, load
+        self._places = {strip: place for place, strip in enumerate(order)}
+        self._next = 0
+
+    def get(self, step: int) -> Batch:
+        """Return the batch of a step, whose rows are taken before the next step."""
+        return replace(self._labels.get(step), rows=partial(self._rows, step))
+
+    def close(self) -> None:
+        """Stop loading."""
+        self._labels.close()
+        self._ahead.close()
+
+    def _rows(self, step: int, strip: int) -> Tensor:
+        number = step * len(self._places) + self._places[strip]
+        if number < self._next:  # a step that runs again
+            return self._load(number).images[strip]
+        self._next = number + 1
+        return self._ahead.get(number).images[strip]
 
 
 def as_batch(requests: Requests, found: Mapping[int, Any]) -> Batch:
@@ -250,6 +327,9 @@ class Workers:
         raise ValueError(f"step {step} was given already or is beyond the last step")
 
     def close(self) -> None:
+        """Stop nothing: the processes read other steps later."""
+
+    def end(self) -> None:
         """End the processes."""
         iterator: Any = self._loader._iterator
         if iterator is not None:

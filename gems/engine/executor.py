@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,13 @@ class Batch:
 
     Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or (N, T), integers of
     shape (N, H, W), or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones
-    count for nothing.
+    count for nothing. If `rows` is given, it returns the rows of each strip in place of images, in the order in which
+    the list takes them.
     """
 
     images: Mapping[int, Tensor]
     labels: Mapping[int, Tensor]
+    rows: Callable[[int], Tensor] | None = None
 
 
 class Executor:
@@ -262,7 +265,15 @@ class Executor:
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         found = self.router.take(action)
-        return (self._batch.images[self._whole(action)],) if found is None else found
+        if found is not None:
+            return found
+        if self._batch.rows is None:
+            return (self._batch.images[self._whole(action)],)
+        start_ns = time.perf_counter_ns()
+        rows = self._batch.rows(_micro_batch(action))
+        self._recorder.waited(self._step, start_ns, time.perf_counter_ns(), action)
+        self.router.hold_rows(rows)
+        return (rows,)
 
     def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self._ends_in_loss(action):

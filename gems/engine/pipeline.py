@@ -40,6 +40,7 @@ from gems.models.mixed import Precision
 from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
+from gems.schedule.action import Kind
 from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -84,6 +85,17 @@ class Pipeline:
     def label_micro_batches(self) -> Collection[int]:
         """Micro-batches of a step whose labels this rank reads."""
         return self._micro_batches(self.schedule.num_stages - 1)
+
+    @property
+    def strip_order(self) -> list[int]:
+        """Strips whose rows this rank reads, in the order of their forwards; none if images run whole."""
+        if self.schedule.num_strips == 1:
+            return []
+        return [
+            action.micro_batch
+            for action in self.schedule.rows[self.rank]
+            if action.kind is Kind.F and not action.stage and action.micro_batch is not None
+        ]
 
     def _micro_batches(self, stage: int) -> list[int]:
         rank_of = self.schedule.placement.rank_of

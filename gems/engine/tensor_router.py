@@ -26,6 +26,7 @@ class TensorRouter:
     Attributes:
         between_stages: bytes passed between stages on this rank, until the taker's backward.
         between_segments: bytes passed between segments that nobody has saved.
+        input_rows: bytes of the rows of images that the first stage was given by strip, and still reads.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class TensorRouter:
     ) -> None:
         self.between_stages = MemoryCounter(recorder.count_bytes)
         self.between_segments = MemoryCounter(recorder.count_bytes)
+        self.input_rows = MemoryCounter(recorder.count_bytes)
+        self._rows: set[int] = set()  # their addresses
         self._schedule = schedule
         self._channels = channels
         self._out: dict[Action, Tensors] = {}
@@ -80,10 +83,20 @@ class TensorRouter:
             self.between_stages.count_bytes(total_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Release inputs of an action, which nothing reads any more: receive buffers, or another stage's outputs."""
+        """Release inputs of an action, which nothing reads any more: of a receive, of another stage, or an image's."""
         source = self._sources[action]
-        if source is not None and tensors and source not in self._stays:
+        if source is None:
+            for tensor in tensors:
+                if _address(tensor) in self._rows:
+                    self._rows.discard(_address(tensor))
+                    self.input_rows.count_bytes(-tensor.nbytes)
+        elif tensors and source not in self._stays:
             self._release_tensors(source, tensors)
+
+    def hold_rows(self, rows: Tensor) -> None:
+        """Count the rows of a strip, which the first stage takes, until their release."""
+        self._rows.add(_address(rows))
+        self.input_rows.count_bytes(rows.nbytes)
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
         """Count received tensors no more, whose memory is another's from now on and no later receive's."""
@@ -118,6 +131,8 @@ class TensorRouter:
         self._borrowed.clear()
         self.between_stages.set_bytes(0)
         self.between_segments.set_bytes(0)
+        self.input_rows.set_bytes(0)
+        self._rows.clear()
 
     def _release_tensors(self, source: Action, tensors: Sequence[Tensor]) -> None:
         if source.kind in RECV_KINDS:

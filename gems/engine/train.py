@@ -183,7 +183,7 @@ def open_loader(
     num_validation, num_train = broadcast(comm, counts)
     loader = BatchLoader(
         spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
-        DTYPES[spec.train.compute_dtype], pipeline.device, first_step,
+        DTYPES[spec.train.compute_dtype], pipeline.device, first_step, pipeline.strip_order,
     )  # fmt: skip
     return loader, num_validation, num_train
 
@@ -221,7 +221,7 @@ def measure(
     pipeline.recorder.is_on = False
     batches = loader.validation(
         num_validation, executor.schedule.num_whole, pipeline.has_in_evaluation(0),
-        pipeline.has_in_evaluation(last),
+        pipeline.has_in_evaluation(last), executor.schedule.num_strips,
     )  # fmt: skip
     with torch.no_grad(), pipeline.update.averaged():
         for batch in batches:

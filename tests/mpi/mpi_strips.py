@@ -186,22 +186,23 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     pipeline.close()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that an operation makes."""
+class LargestMap(TorchDispatchMode):
+    """Notes the bytes of the largest map, images too, that an operation takes or makes."""
 
     num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.num_bytes = max(self.num_bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        found = (each for each in (*args, made) if isinstance(each, torch.Tensor) and each.dim() == 4)
+        self.num_bytes = max(self.num_bytes, *(each.nbytes for each in found), 0)
         return made
 
 
 def evaluated(comm, spec):
-    """Return the metrics, the strips of the schedule, and the bytes of the largest tensor of a rank."""
+    """Return the metrics, the strips of the schedule, and the bytes of the largest map of a rank."""
     pipeline = build_pipeline(spec, comm, CPU)
     loader, num_validation, _ = open_loader(pipeline)
-    with LargestTensor() as largest:
+    with LargestMap() as largest:
         metrics = evaluate(pipeline, loader, num_validation)
     loader.close()
     assert pipeline.evaluate.router.is_empty and pipeline.recorder.memory.held_bytes >= 0
@@ -228,7 +229,7 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
     assert strips == 4 and found["num_validation"] == 5
     assert found.keys() == whole.keys()
     assert all(found[key] == pytest.approx(value, rel=1e-12) for key, value in whole.items())
-    assert part.rank or strip_bytes < whole_bytes  # of the rank that has most rows
+    assert part.rank or strip_bytes < 0.5 * whole_bytes  # of the rank that has most rows
 
 
 def test_evaluation_that_needs_whole_images_has_them(comm):

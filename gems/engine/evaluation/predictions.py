@@ -43,6 +43,14 @@ class Numbered(Dataset):
         """Return the name of a sample in the dataset."""
         return self.samples.name_of(split, index)
 
+    def reads_rows(self, split: Split) -> bool:
+        """Return whether the dataset does."""
+        return self.samples.reads_rows(split)
+
+    def rows(self, split: Split, index: int, draw: int, first: int, end: int) -> Image:
+        """Return rows of a sample as the dataset gives them, upright."""
+        return self.samples.rows(split, index, 0, first, end)
+
     def _pixels(self, split: Split, index: int) -> Image | Tokens:
         return self.samples.image(split, index)
 

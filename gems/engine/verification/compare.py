@@ -311,7 +311,7 @@ def compare(
     reads = bool(pipeline.image_micro_batches or pipeline.label_micro_batches)
     loader = BatchLoader(
         spec, open_dataset(spec.data, spec.seed) if reads else None, pipeline.replica, pipeline.image_micro_batches,
-        pipeline.label_micro_batches, DTYPES[spec.train.compute_dtype], device,
+        pipeline.label_micro_batches, DTYPES[spec.train.compute_dtype], device, 0, pipeline.strip_order,
     )  # fmt: skip
     pipeline.set_training(True)
     reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None

@@ -1,0 +1,123 @@
+"""Rows of images for each strip: what the loader gives, and how much of them a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
+from gems.data import open_dataset
+from gems.engine.batch_loader import BatchLoader
+from gems.engine.executor import Batch
+from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.train import evaluate, open_loader
+from gems.engine.transport.mpi import world
+from gems.models.streaming.rules import even_ends
+from tests.engine.toys import make_spec
+
+CPU = torch.device("cpu")
+STRIPS, MICRO_BATCHES = 3, 2
+# as a zig-zag of two micro-batches would take them
+ORDER = (0, 3, 1, 4, 2, 5)
+
+
+def strip_spec(height: int = 20, strips: int = STRIPS, **changes: Any) -> RunSpec:
+    data = DataConfig(
+        name="synthetic", num_classes=3, height_px=height, width_px=8, train_samples=64, validation_samples=5
+    )
+    model = ModelConfig(name="resnet", depth=8, width=4, norm="none")
+    return make_spec("1f1b", 1, **{"model": model, "data": data, "parallel__strips": strips, **changes})
+
+
+def loader(spec: RunSpec, order: tuple[int, ...], first_step: int = 0) -> BatchLoader:
+    dataset = open_dataset(spec.data, spec.seed)
+    return BatchLoader(spec, dataset, 0, (0, 1), (1,), torch.float32, CPU, first_step, order)
+
+
+def rows_of(batch: Batch, order: tuple[int, ...] = ORDER) -> dict[int, torch.Tensor]:
+    assert batch.rows is not None and not batch.images
+    return {strip: batch.rows(strip) for strip in order}
+
+
+@pytest.mark.parametrize("changes", [{}, {"data__prefetch_steps": 0}, {"data__num_workers": 2}])
+def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> None:
+    common = {"parallel__micro_batches": MICRO_BATCHES, "train__steps": 3}
+    whole, found = loader(strip_spec(**common), ()), loader(strip_spec(**common, **changes), ORDER)
+    resumed = loader(strip_spec(**common, **changes), ORDER, first_step=2)
+    ends = even_ends(20, STRIPS)
+    for step in range(3):
+        expected, batch = whole.batch(step), found.batch(step)
+        assert expected.rows is None
+        for strip, rows in rows_of(batch).items():
+            m, number = divmod(strip, STRIPS)
+            wanted = expected.images[m][:, :, ends[number - 1] if number else 0 : ends[number]]
+            assert torch.equal(rows, wanted)
+        again = rows_of(batch)  # as to find where a loss is not finite
+        assert torch.equal(again[4], expected.images[1][:, :, ends[0] : ends[1]])
+        assert batch.labels.keys() == {1} and torch.equal(batch.labels[1], expected.labels[1])
+        if step == 2:
+            assert torch.equal(rows_of(resumed.batch(2))[5], again[5])
+    for kind in (False, True):
+        of_whole = list(whole.validation(5, MICRO_BATCHES, True, kind))
+        of_strips = list(found.validation(5, MICRO_BATCHES, True, kind, STRIPS))
+        assert len(of_whole) == len(of_strips) == 2
+    for one, other in zip(
+        whole.validation(5, MICRO_BATCHES, True, True),
+        found.validation(5, MICRO_BATCHES, True, True, STRIPS),
+        strict=True,
+    ):
+        rows = rows_of(other, tuple(range(MICRO_BATCHES * STRIPS)))
+        for m, images in one.images.items():
+            assert torch.equal(torch.cat([rows[m * STRIPS + number] for number in range(STRIPS)], 2), images)
+            assert torch.equal(one.labels[m], other.labels[m])
+    for each in (whole, found, resumed):
+        each.close()
+
+
+def built(**changes: Any) -> tuple[Pipeline, BatchLoader, int]:
+    pipeline = build_pipeline(strip_spec(**changes), world(), CPU)
+    return pipeline, *open_loader(pipeline)[:2]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_training_holds_rows_until_nothing_reads_them(schedule: str) -> None:
+    pipeline, loading, _ = built(schedule__name=schedule, parallel__micro_batches=4)
+    pipeline.train.run(0, loading.batch(0))
+    held = pipeline.train.router.input_rows
+    images_bytes = 2 * 3 * 20 * 8 * 4
+    assert held.peak_bytes == images_bytes and held.held_bytes == 0  # of a micro-batch, which waits for its loss
+    pipeline.train.run(1, loading.batch(1))
+    assert (held.peak_bytes, held.held_bytes) == (images_bytes, 0)
+    loading.close()
+
+
+def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows() -> None:
+    peaks = []
+    for strips in (4, 16):
+        pipeline, loading, num_validation = built(height=strips * 12, strips=strips)
+        before = pipeline.recorder.memory.held_bytes
+        pipeline.recorder.memory.peak_bytes = before
+        evaluate(pipeline, loading, num_validation)
+        assert pipeline.evaluate.router.input_rows.peak_bytes == 2 * 3 * 12 * 8 * 4
+        peaks.append(pipeline.recorder.memory.peak_bytes - before)
+        assert pipeline.recorder.memory.held_bytes == before
+        loading.close()
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_a_failed_step_leaves_no_rows() -> None:
+    pipeline, loading, _ = built()
+    batch = loading.batch(0)
+
+    def fails(strip: int) -> torch.Tensor:
+        assert batch.rows is not None
+        if strip == 2:
+            raise OSError("no such tile")
+        return batch.rows(strip)
+
+    with pytest.raises(OSError, match="no such tile"):
+        pipeline.train.run(0, Batch({}, batch.labels, fails))
+    assert pipeline.train.router.input_rows.held_bytes == 0 and pipeline.train.router.is_empty
+    loading.close()
