@@ -130,10 +130,11 @@ def build_pipeline(
     boundaries: tuple[int, ...] | None = None,
     plan: MemoryPlan | None = None,
     wait_state: WaitState | None = None,
+    trains: bool = True,
 ) -> Pipeline:
     """Build the share of one rank; collective over `comm`.
 
-    A rank builds the layers of its own stages only. Seed and layer index determine the weights, so all copies start
+    Layers that run in strips in evaluation alone are taken unless it `trains`. A rank builds the layers of its own stages only. Seed and layer index determine the weights, so all copies start
     equal. The run is planned anew without a `schedule`, which comes with `boundaries` and `plan` from the run folder.
 
     Raises:
@@ -166,7 +167,7 @@ def build_pipeline(
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
-    in_strips = find_forms(spec, stage_modules, modules, precision) if schedule.num_strips > 1 else None
+    in_strips = find_forms(spec, stage_modules, modules, precision, trains) if schedule.num_strips > 1 else None
     output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
     channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
@@ -208,8 +209,8 @@ def build_pipeline(
         loss=loss, step_weight=step_weight, update=update, segments=segments,
         draws=lambda step, micro_batch: draws.at(step, first + micro_batch),
     )  # fmt: skip
-    by_strips, strips, last = None, 1, placement.num_stages - 1
-    if in_strips is not None:
+    by_strips, strips, last = in_strips, 1, placement.num_stages - 1
+    if in_strips is not None and trains:
         by_strips = find_evaluation_forms(spec, stage_modules, modules, precision, comm.rank == 0)
     if by_strips is None:
         evaluated: Mapping[StageKey, Stage] = stages

@@ -50,6 +50,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_strips_measure_what_whole_images_did(trained: Path) -> None:
+    """A network with batch norm, which could not train in strips."""
+    ended = call(trained.parents[1], "gems", "evaluate", "run", "parallel.strips=4", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found, result = json.loads(ended.stdout), json.loads(RunFolder(trained).result_json.read_text())
+    assert found["num_validation"] == 10 and found["validation_accuracy"] == result["validation_accuracy"]
+    assert found["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
+
+
 def test_one_rank_measures_what_two_ranks_did(trained: Path) -> None:
     ended = call(trained.parents[1], "gems", "evaluate", "run", "parallel.partitions=1", "schedule=gpipe", "--json")
     assert ended.returncode == 0, ended.stderr

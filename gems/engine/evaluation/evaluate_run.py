@@ -25,7 +25,7 @@ def evaluate_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[st
     """
     spec = folder.read_spec()
     read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
-    pipeline = build_pipeline(spec, comm, device, None, None, *read)
+    pipeline = build_pipeline(spec, comm, device, None, None, *read, trains=False)
     restore(pipeline, Path(str(spec.train.initial_checkpoint)))
     request = read_json(folder.path / REQUEST_JSON)
     loader, count, _ = open_loader(pipeline, spec.train.steps, Numbered if request else lambda dataset: dataset)
