@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import zlib
@@ -26,6 +27,10 @@ Tokens = NDArray[np.int64]
 Label = int | Tokens | Image
 IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
 NO_LABEL = -1  # of a pixel that is ignored
+
+
+LARGE = 2**28  # values of an image that is better not held whole
+_BAND_PX = 256
 
 
 class Box(NamedTuple):
@@ -71,6 +76,17 @@ class Dataset(ABC):
         if split == "train" and self.augment:
             pixels = turned(pixels, generator(self.seed, "augment", index, draw))
         return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
+
+    @property
+    def is_large(self) -> bool:
+        """Whether an image is better not held whole by who could do without."""
+        return math.prod(self.shape) > LARGE
+
+    def bands(self) -> Iterator[Box]:
+        """Yield bands of some rows of an image, downwards."""
+        _, height, width = self.shape
+        for first in range(0, height, _BAND_PX):
+            yield Box(slice(first, min(first + _BAND_PX, height)), slice(0, width))
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether `rows` reads little more of an image than it returns, so that no whole image is ever held."""

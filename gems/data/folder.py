@@ -7,7 +7,7 @@ from pathlib import Path
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Source, Split, generator
-from gems.data.images import KEYS, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import num_held_out
 from gems.data.table import Rows, class_numbers, read_rows, split_rows
 from gems.errors import ConfigError
@@ -17,7 +17,7 @@ _LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/*, or PATH/CLASS/*"
 Files = list[tuple[Path, int]]
 
 
-class FolderDataset(ImageDataset):
+class FolderDataset(FileDataset):
     """Images of PATH/train/CLASS/* and PATH/validation/CLASS/*, or of PATH/CLASS/* split by the seed.
 
     A class has all files below its folder. Without a split each class gives the share data.validation_samples /
@@ -35,17 +35,9 @@ class FolderDataset(ImageDataset):
         """Return the file of an image."""
         return self._files[split][index][0]
 
-    def name_of(self, split: Split, index: int) -> str:
-        """Return the file of an image, as text."""
-        return str(self.path(split, index))
-
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""
         return [path for files in self._files.values() for path, _ in files]
-
-    def values(self, split: Split, index: int) -> Values:
-        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
-        return read_image(self.path(split, index), self.config)
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's files."""
@@ -55,7 +47,7 @@ class FolderDataset(ImageDataset):
         return self._files[split][index][1]
 
 
-class UnlabelledDataset(ImageDataset):
+class UnlabelledDataset(FileDataset):
     """The images that the text file data.path names, a line each: the validation split of a data set without labels."""
 
     needs_training = False
@@ -65,13 +57,9 @@ class UnlabelledDataset(ImageDataset):
         self._files = [Path(line) for line in Path(str(data.path)).read_text().splitlines() if line]
         super().__init__(data, 0, len(self._files), seed)
 
-    def name_of(self, split: Split, index: int) -> str:
-        """Return the file of an image, as text."""
-        return str(self._files[index])
-
-    def values(self, split: Split, index: int) -> Values:
-        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
-        return read_image(self._files[index], self.config)
+    def path(self, split: Split, index: int) -> Path:
+        """Return the file of an image."""
+        return self._files[index]
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of the files."""

@@ -15,13 +15,16 @@ from numpy.typing import NDArray
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import KEYS, ImageDataset, Values, check_images, fitted, mapped, stamps
+from gems.data.dataset import DATASETS, Box, Label, Source, Split, as_label
+from gems.data.images import KEYS, ImageDataset, Values, check_images, checked, fitted, stamps
+from gems.data.masks import mapped
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 _PLACE = "{split}"
+_WHOLE = Box(slice(None), slice(None))
+_LEAST_CHUNKS = 4  # by which rows are read with much less than the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class _Part:
     label_key: str
     count: int
     is_channels_last: bool
+    gives_parts: bool  # without the rest of an image
 
 
 class Hdf5Dataset(ImageDataset):
@@ -68,16 +72,16 @@ class Hdf5Dataset(ImageDataset):
 
     def values(self, split: Split, index: int) -> Values:
         """Return an image as it is stored, channels first, fitted as those of image files."""
-        part, row = self._place(split, index)
-        given = self._read(part.path, part.image_key, row)
-        if given.ndim == 2:
-            given = given[np.newaxis]
-        elif part.is_channels_last:
-            given = given.transpose(2, 0, 1)
-        if given.dtype not in (np.uint8, np.uint16) and not np.issubdtype(given.dtype, np.floating):
-            text = f"{self.name_of(split, index)} has values of type {given.dtype}"
-            raise ConfigError("data.image_key", part.image_key, text, "use uint8, uint16 or float32")
-        return fitted(given, self.config, self.name_of(split, index))
+        return fitted(self._stored(split, index, _WHOLE), self.config, self.name_of(split, index))
+
+    def reads_rows(self, split: Split) -> bool:
+        """Return whether all images have the wanted sides and small chunks or none, and nothing transforms them."""
+        is_transformed = split == "train" and self.config.transform is not None
+        return not is_transformed and all(part.gives_parts for part in self._parts[split])
+
+    def part(self, split: Split, index: int, box: Box) -> Values:
+        """Return a part of `values`."""
+        return checked(self._stored(split, index, box), self.config, self.name_of(split, index))
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's files, and which of their samples are in it."""
@@ -96,14 +100,27 @@ class Hdf5Dataset(ImageDataset):
         number, row = self._places[split][index].tolist()
         return self._parts[split][number], row
 
-    def _read(self, path: str, key: str, row: int) -> NDArray[Any]:
+    def _stored(self, split: Split, index: int, box: Box) -> Values:
+        """Return a part of an image as it is stored, channels first."""
+        part, row = self._place(split, index)
+        given = self._read(part.path, part.image_key, (row, *(box if part.is_channels_last else (..., *box))))
+        if given.ndim == 2:
+            given = given[np.newaxis]
+        elif part.is_channels_last:
+            given = given.transpose(2, 0, 1)
+        if given.dtype not in (np.uint8, np.uint16) and not np.issubdtype(given.dtype, np.floating):
+            text = f"{self.name_of(split, index)} has values of type {given.dtype}"
+            raise ConfigError("data.image_key", part.image_key, text, "use uint8, uint16 or float32")
+        return given
+
+    def _read(self, path: str, key: str, place: Any) -> NDArray[Any]:
         import h5py
 
         if self._process != os.getpid():  # handles of a process that forked are not its own
             self._open, self._process = {}, os.getpid()
         if path not in self._open:
             self._open[path] = h5py.File(path, "r")
-        return np.asarray(self._open[path][key][row])
+        return np.asarray(self._open[path][key][place])
 
 
 def check(data: DataConfig) -> None:
@@ -153,7 +170,12 @@ def _part(data: DataConfig, path: str, split: Split) -> _Part:
             text = f"{path} has {image_key} of shape {images.shape} and {label_key} of shape {labels.shape}"
             raise ConfigError("data.image_key", image_key, text, "must be samples first, as many in both")
         layout = str(images.attrs.get("layout", "auto")) if data.layout == "auto" else data.layout
-        return _Part(path, image_key, label_key, images.shape[0], _is_channels_last(data, path, images.shape, layout))
+        is_last = _is_channels_last(data, path, images.shape, layout)
+        axis = 1 if is_last else -2
+        sides = images.shape[axis], images.shape[axis + 1]
+        is_fine = images.chunks is None or images.chunks[axis] * _LEAST_CHUNKS <= sides[0]
+        gives_parts = is_fine and sides == (data.height_px, data.width_px)
+        return _Part(path, image_key, label_key, images.shape[0], is_last, gives_parts)
 
 
 def _is_channels_last(data: DataConfig, path: str, shape: tuple[int, ...], layout: str) -> bool:

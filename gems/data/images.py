@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Dataset, Image, Label, Split, Tokens, seeded
-from gems.data.tiff import read_tiff
+from gems.data.dataset import Box, Dataset, Image, Label, Split, Tokens, seeded
+from gems.data.tiff import part_type, read_tiff
 from gems.errors import ConfigError
 from gems.utils.cache import cached
 from gems.utils.targets import call_target, load_target, target_error
@@ -32,7 +32,6 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 TIFF_SUFFIXES = (".tif", ".tiff")
 _MAX_THREADS = 8
 _BYTE = 255.0
-_BAND_PX = 256
 # Mean and deviation of each channel as shares of the range of values.
 FIXED = (127.5 / _BYTE, 64.0 / _BYTE)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -63,10 +62,15 @@ class ImageDataset(Dataset):
         self.seeds_process = data.transform is not None
         self._transform: Any = None
         self._normalization: tuple[Image, Image] | None = None
+        self._by_rows: dict[Split, bool] = {}
 
     @abstractmethod
     def values(self, split: Split, index: int) -> Values:
         """Return an image as it is in its file, of the dataset's shape."""
+
+    def part(self, split: Split, index: int, box: Box) -> Values:
+        """Return a part of what `values` returns, of a source that reads rows."""
+        return self.values(split, index)[:, box.rows, box.columns]
 
     @abstractmethod
     def identity(self, split: Split) -> str:
@@ -102,6 +106,9 @@ class ImageDataset(Dataset):
     def _pixels(self, split: Split, index: int) -> Image:
         return self._normalised(self.values(split, index))
 
+    def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
+        self._normalised(self.part(split, index, box), out=out)
+
     def _normalised(self, values: Values, out: Image | None = None) -> Image:
         """Return float32 values of about zero mean and unit variance, in `out` or one new array."""
         mean, deviation = self.statistics()
@@ -130,10 +137,9 @@ class ImageDataset(Dataset):
         key = repr((self.config.name, self.shape, self.config.bits, self.config.page, self.identity("train")))
 
         def sums(index: int) -> NDArray[np.float64]:
-            values = self.values("train", index)
             found = np.zeros((2, channels))
-            for first in range(0, height, _BAND_PX):  # as float64 the whole would be eight times the file's bytes
-                band = values[:, first : first + _BAND_PX].reshape(channels, -1).astype(np.float64)
+            for values in self._bands_of(index):  # as float64 the whole would be eight times the file's bytes
+                band = values.reshape(channels, -1).astype(np.float64)
                 band /= range_of(values.dtype, self.config.bits)
                 found += np.stack([band.sum(1), np.square(band).sum(1)])
             return found
@@ -151,6 +157,12 @@ class ImageDataset(Dataset):
 
         kept = cached(None, "normalization", key, make)
         return kept["mean"], kept["std"]
+
+    def _bands_of(self, index: int) -> Iterator[Values]:
+        """Yield a training image in bands, downwards, which are read one by one if it is large."""
+        whole = None if self.is_large and self.reads_rows("train") else self.values("train", index)
+        for box in self.bands():
+            yield self.part("train", index, box) if whole is None else whole[:, box.rows]
 
     def _transformed(
         self, values: Values, mask: NDArray[Any] | None, number: int, name: str
@@ -181,6 +193,46 @@ class ImageDataset(Dataset):
         if made.dtype != values.dtype:
             made = (made * np.float32(peak)).astype(values.dtype)
         return made, None if made_mask is None else made_mask.astype(np.int64)
+
+
+class FileDataset(ImageDataset):
+    """Images that have a file each."""
+
+    @abstractmethod
+    def path(self, split: Split, index: int) -> Path:
+        """Return the file of an image."""
+
+    def name_of(self, split: Split, index: int) -> str:
+        """Return the file of an image, as text."""
+        return str(self.path(split, index))
+
+    def values(self, split: Split, index: int) -> Values:
+        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
+        return read_image(self.path(split, index), self.config)
+
+    def reads_rows(self, split: Split) -> bool:
+        """Return whether all images are TIFF files that are read in parts, and nothing transforms them."""
+        if split == "train" and self.config.transform is not None:
+            return False
+        if split not in self._by_rows:
+            self._by_rows[split] = all(
+                gives_parts(self.path(split, index), self.config) for index in range(self.num_images(split))
+            )
+        return self._by_rows[split]
+
+    def part(self, split: Split, index: int, box: Box) -> Values:
+        """Return a part of `values`."""
+        path, data = self.path(split, index), self.config
+        return checked(read_tiff(path, data.page, data.channels, box), data, str(path))
+
+
+def gives_parts(path: Path, data: DataConfig) -> bool:
+    """Return whether `read_tiff` gives parts of a file as `read_image` does the whole, and with less memory."""
+    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(MODES):  # which may be an alpha channel
+        return False
+    dtype = part_type(path, data.page, data.channels, (data.height_px, data.width_px))
+    is_wide = data.bits not in (None, 8)
+    return dtype is not None and (data.channels not in MODES or dtype == (np.uint16 if is_wide else np.uint8))
 
 
 def check_images(data: DataConfig) -> None:
@@ -238,24 +290,6 @@ def read_channels(path: Path, data: DataConfig) -> Values:
         advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
         raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
     return read_tiff(path, data.page, data.channels)
-
-
-def read_mask(path: Path, data: DataConfig) -> NDArray[Any]:
-    """Return a mask file as (height, width) of the numbers in it, fitted as `read_image` does, by the nearest pixel.
-
-    Raises:
-        ConfigError: a file that cannot be read, or one of colours.
-    """
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    with opened(path, data, is_mask=True) as picture:
-        upright = ImageOps.exif_transpose(picture)
-        if upright.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
-            text = f"{path} has colours (mode {upright.mode})"
-            raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
-        tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
-        return np.asarray(tile).astype(np.int64)
 
 
 @contextmanager
@@ -352,26 +386,36 @@ def fitted(values: Values, data: DataConfig, name: str, is_mask: bool = False) -
     from PIL import ImageOps
     from PIL.Image import Resampling, fromarray
 
-    channels, height, width = values.shape
+    _, height, width = values.shape
     if not is_mask:
-        if channels != data.channels:
-            raise ConfigError("data.channels", data.channels, f"{name} has {channels}", f"set data.channels={channels}")
-        if values.dtype == np.uint16 and data.bits is None:
-            raise ConfigError(
-                "data.bits", "null", f"{name} has values of 16 bits", "set data.bits=16, or 12 if so many"
-            )
-        if values.dtype == np.uint16 and int(values.max()) > range_of(values.dtype, data.bits):
-            raise ConfigError("data.bits", data.bits, f"{name} has the value {values.max()}", "set data.bits=16")
+        checked(values, data, name)
     if (height, width) == (data.height_px, data.width_px):
         return values
     size, how = (data.width_px, data.height_px), Resampling.NEAREST if is_mask else Resampling.BILINEAR
     exact = np.uint8 if values.dtype == np.uint8 else np.float32
-    made = np.empty((channels, data.height_px, data.width_px), dtype=values.dtype)
-    for channel in range(channels):
+    made = np.empty((len(values), data.height_px, data.width_px), dtype=values.dtype)
+    for channel in range(len(values)):
         picture = fromarray(np.ascontiguousarray(values[channel], dtype=exact))
         resized = np.asarray(ImageOps.fit(picture, size, how))
         made[channel] = np.rint(resized) if np.issubdtype(values.dtype, np.integer) else resized
     return made
+
+
+def checked(values: Values, data: DataConfig, name: str) -> Values:
+    """Return (channels, height, width) values.
+
+    Raises:
+        ConfigError: other channels than data.channels, or values beyond data.bits.
+    """
+    if len(values) != data.channels:
+        raise ConfigError(
+            "data.channels", data.channels, f"{name} has {len(values)}", f"set data.channels={len(values)}"
+        )
+    if values.dtype == np.uint16 and data.bits is None:
+        raise ConfigError("data.bits", "null", f"{name} has values of 16 bits", "set data.bits=16, or 12 if so many")
+    if values.dtype == np.uint16 and int(values.max()) > range_of(values.dtype, data.bits):
+        raise ConfigError("data.bits", data.bits, f"{name} has the value {values.max()}", "set data.bits=16")
+    return values
 
 
 def range_of(dtype: Any, bits: int | None) -> float:
@@ -447,13 +491,3 @@ def ordered(pool: ThreadPoolExecutor, function: Any, number: int) -> Iterator[An
 def stamps(paths: Sequence[Path]) -> str:
     """Return names, sizes and times of files."""
     return repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths])
-
-
-def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
-    """Return a mask with the values that data.class_map names replaced by their classes."""
-    if not class_map:
-        return mask
-    made = mask.copy()
-    for value, number in class_map.items():
-        made[mask == int(value)] = number
-    return made

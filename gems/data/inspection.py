@@ -51,6 +51,11 @@ def _inspect(data: DataConfig, seed: int) -> None:
         return
     for split in (split for split in SPLITS if dataset.num_images(split)):
         for index in _first_of_each_class(dataset, split, task_of(data)):
+            if dataset.is_large and dataset.reads_rows(split):
+                for band in dataset.bands():
+                    dataset.rows(split, index, 0, band.rows.start, band.rows.stop)
+                dataset.label(split, index)
+                continue
             image, _ = dataset.sample(split, index)
             if image.shape != dataset.shape:
                 text = f"{dataset.name_of(split, index)} has shape {image.shape}, and the keys say {dataset.shape}"

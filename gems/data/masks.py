@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import KEYS, ImageDataset, Values, check_images, mapped, read_image, read_mask, stamps
+from gems.data.images import KEYS, FileDataset, check_images, opened, stamps
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
@@ -15,7 +19,7 @@ _LAYOUTS = "PATH/images/* and PATH/masks/*, or both in PATH/train and PATH/valid
 Pair = tuple[Path, Path]
 
 
-class MaskDataset(ImageDataset):
+class MaskDataset(FileDataset):
     """Images of PATH/images and the masks of PATH/masks with the same stems; both in train/ and validation/ if split.
 
     A mask holds the number of each pixel's class, or a value that data.class_map maps to it. Pixels of the value
@@ -27,17 +31,13 @@ class MaskDataset(ImageDataset):
         self._pairs = _split(data, seed)
         super().__init__(data, len(self._pairs["train"]), len(self._pairs["validation"]), seed)
 
-    def name_of(self, split: Split, index: int) -> str:
-        """Return the file of an image, as text."""
-        return str(self._pairs[split][index][0])
+    def path(self, split: Split, index: int) -> Path:
+        """Return the file of an image."""
+        return self._pairs[split][index][0]
 
     def files(self) -> list[Path]:
         """Return all image files that the dataset reads."""
         return [image for pairs in self._pairs.values() for image, _ in pairs]
-
-    def values(self, split: Split, index: int) -> Values:
-        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
-        return read_image(self._pairs[split][index][0], self.config)
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's images."""
@@ -47,6 +47,34 @@ class MaskDataset(ImageDataset):
         path = self._pairs[split][index][1]
         mask = mapped(read_mask(path, self.config), self.config.class_map)
         return as_label(mask, self.config, "segmentation", str(path))
+
+
+def read_mask(path: Path, data: DataConfig) -> NDArray[Any]:
+    """Return a mask file as (height, width) of the numbers in it, fitted as `read_image` does, by the nearest pixel.
+
+    Raises:
+        ConfigError: a file that cannot be read, or one of colours.
+    """
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    with opened(path, data, is_mask=True) as picture:
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
+            text = f"{path} has colours (mode {upright.mode})"
+            raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
+        tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
+        return np.asarray(tile).astype(np.int64)
+
+
+def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
+    """Return a mask with the values that data.class_map names replaced by their classes."""
+    if not class_map:
+        return mask
+    made = mask.copy()
+    for value, number in class_map.items():
+        made[mask == int(value)] = number
+    return made
 
 
 def check(data: DataConfig) -> None:

@@ -97,8 +97,13 @@ class SlideDataset(ImageDataset):
 
     def values(self, split: Split, index: int) -> Values:
         """Return the bytes of a region."""
-        made = np.empty(self.shape, dtype=np.uint8)
-        for rows, band in self._bands(split, index, Box(*(slice(0, side) for side in self.shape[1:]))):
+        return self.part(split, index, Box(*(slice(0, side) for side in self.shape[1:])))
+
+    def part(self, split: Split, index: int, box: Box) -> Values:
+        """Return the bytes of a part of a region."""
+        sides = (side.stop - side.start for side in box)
+        made = np.empty((self.shape[0], *sides), dtype=np.uint8)
+        for rows, band in self._bands(split, index, box):
             made[:, rows] = band
         return made
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
-from gems.data.images import KEYS, ImageDataset, Values, check_images, read_image, stamps
+from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
 
@@ -19,7 +19,7 @@ Rows = list[Row]
 TASKS = ("classification", "multi_label", "regression")
 
 
-class TableDataset(ImageDataset):
+class TableDataset(FileDataset):
     """Images that a CSV file names, relative to its folder, with the labels of data.label_columns.
 
     A column `split` divides them (train, validation; test is left out), or else the seed does.
@@ -38,17 +38,9 @@ class TableDataset(ImageDataset):
         """Return the file of an image."""
         return self._folder / self._rows[split][index][self.config.image_column]
 
-    def name_of(self, split: Split, index: int) -> str:
-        """Return the file of an image, as text."""
-        return str(self.path(split, index))
-
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""
         return [self.path(split, index) for split, rows in self._rows.items() for index in range(len(rows))]
-
-    def values(self, split: Split, index: int) -> Values:
-        """Return the bytes of an image, scaled to cover height x width, its middle kept."""
-        return read_image(self.path(split, index), self.config)
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's files."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,39 @@ from gems.errors import ConfigError
 
 _GREY, _RGB, _SEPARATE = (0, 1), 2, 2  # tags PhotometricInterpretation and PlanarConfiguration
 _UPRIGHT = 1
+# None, LZW, Deflate (two numbers), PackBits and Zstandard: all decoders give the same values.
+_LOSSLESS = (1, 5, 8, 32946, 32773, 50000)
+_LEAST_SEGMENTS = 4  # by which rows are read with much less than the whole
+
+Part = tuple[slice, slice]  # rows and columns
 
 
-def read_tiff(path: Path, page: int | None, channels: int) -> NDArray[Any]:
-    """Return a page as (channels, height, width), of the file's own type, without a copy of its values.
+def part_type(path: Path, page: int | None, channels: int, sides_px: tuple[int, int]) -> Any:
+    """Return the type of the values of a page that is read in parts with much less memory than whole, else None.
+
+    It is of the sides that are wanted, and its values lie as they are in the file, or in many tiles or strips.
+    """
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(path) as file:
+            chosen: Any = file.pages[page or 0]
+            _check(chosen, path, channels)
+            if (chosen.imagelength, chosen.imagewidth) != sides_px or (page is None and len(file.pages) > 1):
+                return None
+            if not chosen.is_memmappable:
+                codecs: Any = tifffile.TIFF.DECOMPRESSORS
+                if chosen.compression not in _LOSSLESS or chosen.compression not in codecs:
+                    return None
+                if _segment_px(chosen)[0] * _LEAST_SEGMENTS > chosen.imagelength:
+                    return None
+            return chosen.dtype
+    except Exception:  # which reading it whole reports
+        return None
+
+
+def read_tiff(path: Path, page: int | None, channels: int, part: Part | None = None) -> NDArray[Any]:
+    """Return a page, or a part of it, as (channels, height, width), of the file's own type, without a further copy.
 
     Raises:
         ConfigError: a file that cannot be read, pages without a `page` said, another number of channels, or values,
@@ -33,7 +64,7 @@ def read_tiff(path: Path, page: int | None, channels: int) -> NDArray[Any]:
                 raise ConfigError("data.page", page, f"{path} has {len(pages)} pages", "count from 0")
             chosen = pages[page or 0]
             _check(chosen, path, channels)
-            values = chosen.asarray()
+            values = chosen.asarray() if part is None else _read_part(chosen, *part)
     except ConfigError:
         raise
     except Exception as error:
@@ -43,6 +74,45 @@ def read_tiff(path: Path, page: int | None, channels: int) -> NDArray[Any]:
     if values.ndim == 2:
         return np.asarray(values[np.newaxis])
     return np.asarray(values if chosen.planarconfig == _SEPARATE else values.transpose(2, 0, 1))
+
+
+def _segment_px(page: Any) -> tuple[int, int]:
+    """Return the sides of a tile or strip."""
+    if page.is_tiled:
+        return page.tilelength, page.tilewidth
+    return min(page.rowsperstrip, page.imagelength), page.imagewidth
+
+
+def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
+    """Return rows and columns of a page, with axes as those of the whole."""
+    file = page.parent.filehandle
+    is_separate = page.samplesperpixel > 1 and page.planarconfig == _SEPARATE
+    if page.is_memmappable:
+        order = page.parent.byteorder
+        values = np.memmap(file.path, page.dtype.newbyteorder(order), "r", page.dataoffsets[0], page.shape)
+        return np.array(values[:, rows, columns] if is_separate else values[rows, columns], dtype=page.dtype)
+    height, width = _segment_px(page)
+    down, across = ceil(page.imagelength / height), ceil(page.imagewidth / width)
+    planes = page.samplesperpixel if is_separate else 1
+    sides = rows.stop - rows.start, columns.stop - columns.start
+    made = np.zeros((planes, *sides, page.samplesperpixel // planes), dtype=page.dtype)
+    of_rows = range(rows.start // height, ceil(rows.stop / height))
+    of_columns = range(columns.start // width, ceil(columns.stop / width))
+    for plane, row, column in product(range(planes), of_rows, of_columns):
+        index = (plane * down + row) * across + column
+        if not page.databytecounts[index]:
+            continue  # left out by who wrote the file: all 0
+        file.seek(page.dataoffsets[index])
+        segment = page.decode(file.read(page.databytecounts[index]), index)[0]
+        top, left = row * height, column * width
+        upper, lower = max(top, rows.start), min(top + height, rows.stop)
+        first, end = max(left, columns.start), min(left + width, columns.stop)
+        made[plane, upper - rows.start : lower - rows.start, first - columns.start : end - columns.start] = segment[
+            0, upper - top : lower - top, first - left : end - left
+        ]
+    if is_separate:
+        return made[..., 0]
+    return made[0] if page.samplesperpixel > 1 else made[0, ..., 0]
 
 
 def _check(page: Any, path: Path, channels: int) -> None:

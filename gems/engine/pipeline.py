@@ -134,8 +134,9 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the share of one rank; collective over `comm`.
 
-    Layers that run in strips in evaluation alone are taken unless it `trains`. A rank builds the layers of its own stages only. Seed and layer index determine the weights, so all copies start
-    equal. The run is planned anew without a `schedule`, which comes with `boundaries` and `plan` from the run folder.
+    Layers that run in strips in evaluation alone are refused if it `trains`. A rank builds the layers of its own stages
+    only. Seed and layer index determine the weights, so all copies start equal. The run is planned anew without a
+    `schedule`, which comes with `boundaries` and `plan` from the run folder.
 
     Raises:
         ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of another schedule.

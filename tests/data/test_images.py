@@ -14,8 +14,9 @@ from PIL import Image
 from gems.config.compose import compose
 from gems.config.schema import DataConfig
 from gems.data import check_data, open_dataset
-from gems.data.images import ImageDataset, read_image, read_mask
+from gems.data.images import ImageDataset, read_image
 from gems.data.inspection import inspect_data
+from gems.data.masks import read_mask
 from gems.errors import ConfigError
 from gems.runs.prepare import prepare
 

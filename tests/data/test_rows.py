@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import tracemalloc
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import tifffile
 
 from gems.config.schema import DataConfig
 from gems.data import open_dataset, pyramid
 from gems.data.dataset import Dataset
+from gems.data.inspection import inspect_data
+from gems.errors import ConfigError
 from gems.models.streaming.rules import even_ends
 from tests.data.test_slide import TILE, library, noise, save_slide, save_table
 
@@ -67,10 +74,137 @@ def test_of_synthetic_images_are_those_of_the_whole(task: str, width: int) -> No
     check_rows(open_dataset(DataConfig(name="synthetic", task=task, height_px=SIDE, width_px=width), 0))
 
 
+def tiffs(folder: Path, values: np.ndarray, options: dict[str, Any], **changes: Any) -> Dataset:
+    """Open a folder of TIFF files, a class each, in both splits."""
+    height, width = (side for side in values.shape if side > 8)
+    for number, place in enumerate(("train/a", "train/b", "validation/a", "validation/b")):
+        (folder / place).mkdir(parents=True)
+        tifffile.imwrite(folder / place / "x.tif", values + np.asarray(number, values.dtype), **options)
+    fields: dict[str, Any] = {"height_px": height, "width_px": width, "num_classes": 2, "normalization": "fixed"}
+    return open_dataset(DataConfig(name="folder", path=str(folder), **fields | changes), 0)
+
+
+RANDOM = np.random.default_rng(0)
+COLOUR, GREY = RANDOM.integers(0, 250, (101, 101, 3), dtype=np.uint8), RANDOM.integers(0, 250, (101, 60), np.uint8)
+BANDS = RANDOM.integers(0, 4000, (5, 101, 60), dtype=np.uint16)
+TILES = {"tile": (16, 32), "photometric": "rgb"}
+FILES: list[tuple[np.ndarray, dict[str, Any], dict[str, Any]]] = [
+    (COLOUR, TILES, {}),
+    (COLOUR, TILES | {"compression": "zlib", "predictor": True}, {}),
+    (COLOUR, TILES | {"compression": "lzw"}, {"normalization": "computed"}),
+    (COLOUR, {"photometric": "rgb", "rowsperstrip": 9, "compression": "zlib"}, {}),
+    (COLOUR, {"photometric": "rgb"}, {}),
+    (COLOUR.transpose(2, 0, 1), TILES | {"planarconfig": "separate", "compression": "zlib"}, {}),
+    (COLOUR.astype(np.uint16) * 16, TILES, {"bits": 12}),
+    (GREY, {"tile": (16, 16), "compression": "packbits"}, {"channels": 1}),
+    (GREY.astype(np.uint16) * 200, {"byteorder": ">"}, {"channels": 1, "bits": 16}),
+    (BANDS, {"photometric": "minisblack", "planarconfig": "separate"}, {"channels": 5, "bits": 12}),
+    (BANDS.astype(np.float32) / 4000, {"tile": (16, 16), "planarconfig": "separate"}, {"channels": 5}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FILES)))
+def test_of_tiff_files_are_those_of_the_whole(tmp_path: Path, number: int) -> None:
+    values, options, changes = FILES[number]
+    check_rows(tiffs(tmp_path, values, options, **changes))
+
+
+def test_pixels_that_a_file_leaves_out_are_0(tmp_path: Path) -> None:
+    dataset = tiffs(tmp_path, COLOUR.astype(np.uint16), TILES, bits=16, augment=False)
+    for path in tmp_path.rglob("*.tif"):
+        tiles = iter([zlib.compress(bytes([7] * 16 * 32 * 6)), *[b""] * 27])
+        tifffile.imwrite(path, tiles, shape=(101, 101, 3), dtype=np.uint16, compression="zlib", **TILES)
+    assert dataset.reads_rows("train")
+    whole = dataset.image("train", 0)
+    np.testing.assert_array_equal(dataset.rows("train", 0, 0, 5, 40), whole[:, 5:40])
+    assert len(np.unique(whole)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"photometric": "rgb", "rowsperstrip": 101, "compression": "zlib"}, {}),
+        (TILES | {"compression": "jpeg"}, {}),
+        (TILES, {"height_px": 50}),
+        (TILES, {"channels": 1}),
+        (TILES, {"transform": "torch.nn.Identity"}),
+    ],
+)
+def test_files_that_are_read_whole(tmp_path: Path, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    if options.get("compression") == "jpeg":
+        pytest.importorskip("imagecodecs")
+    dataset = tiffs(tmp_path, COLOUR, options, **changes)
+    assert not dataset.reads_rows("train")
+    assert dataset.rows("validation", 0, 0, 7, 20).shape == (dataset.shape[0], 13, 101)
+
+
+@pytest.mark.parametrize(
+    ("values", "chunks", "changes"),
+    [
+        (COLOUR, None, {}),
+        (COLOUR, (1, 8, 101, 3), {}),
+        (COLOUR.transpose(2, 0, 1), (1, 3, 20, 50), {}),
+        (GREY.astype(np.uint16), None, {"channels": 1, "bits": 12}),
+        (BANDS.astype(np.float32) / 4000, None, {"channels": 5}),
+    ],
+)
+def test_of_hdf5_files_are_those_of_the_whole(
+    tmp_path: Path, values: np.ndarray, chunks: Any, changes: dict[str, Any]
+) -> None:
+    check_rows(hdf5(tmp_path, values, chunks, **changes))
+
+
+def test_hdf5_files_of_large_chunks_or_other_sides_are_read_whole(tmp_path: Path) -> None:
+    assert hdf5(tmp_path, COLOUR, (1, 101, 101, 3)).reads_rows("train") is False
+    assert hdf5(tmp_path, COLOUR, None, height_px=50).reads_rows("train") is False
+    assert hdf5(tmp_path, COLOUR, None, transform="torch.nn.Identity").reads_rows("train") is False
+
+
+def hdf5(folder: Path, values: np.ndarray, chunks: Any, **changes: Any) -> Dataset:
+    """Open a file of four images in two classes."""
+    with h5py.File(folder / "x.h5", "w") as file:
+        images = np.stack([values + np.asarray(number, values.dtype) for number in range(4)])
+        file.create_dataset("images", data=images, chunks=chunks)
+        file["labels"] = np.arange(4) % 2
+    height, width = (side for side in values.shape if side > 8)
+    fields: dict[str, Any] = {"image_key": "images", "label_key": "labels", "height_px": height, "width_px": width}
+    fields |= {"num_classes": 2, "normalization": "fixed"}
+    return open_dataset(DataConfig(name="hdf5", path=str(folder / "x.h5"), **fields | changes), 0)
+
+
+def test_values_beyond_the_bits_are_refused_by_rows_too(tmp_path: Path) -> None:
+    dataset = tiffs(tmp_path, COLOUR.astype(np.uint16) * 17, TILES, bits=10)
+    assert dataset.reads_rows("train")
+    with pytest.raises(ConfigError, match=r"data\.bits=10: .*x\.tif has the value"):
+        dataset.rows("train", 0, 0, 0, 30)
+
+
 def test_of_a_source_that_reads_whole_images_are_cut_out(tmp_path: Path) -> None:
     dataset = slide(tmp_path, transform="torch.nn.Identity")
     assert dataset.reads_rows("validation") and not dataset.reads_rows("train")
     np.testing.assert_array_equal(dataset.rows("train", 0, 0, 20, 31), dataset.image("train", 0)[:, 20:31])
+
+
+@pytest.mark.parametrize("open_source", [slide, lambda path, **more: tiffs(path, COLOUR, TILES, **more)])
+def test_large_images_are_inspected_and_their_mean_computed_by_rows(
+    open_source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[Dataset.__module__]
+    monkeypatch.setattr(module, "_BAND_PX", 30)
+    whole = open_source(tmp_path, normalization="computed", augment=False)
+    expected = whole.statistics()
+    monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(type(whole), "values", None)  # which reads whole images
+    monkeypatch.setattr("gems.data.images.cached", lambda folder, kind, key, make: make())
+    found = type(whole)(whole.config, 0)
+    for one, other in zip(found.statistics(), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    read: list[tuple[int, int]] = []
+    rows = type(whole).rows
+    monkeypatch.setattr(type(whole), "rows", lambda self, *place: read.append(place[3:]) or rows(self, *place))
+    monkeypatch.setattr(type(whole), "sample", None)
+    inspect_data(whole.config, 0)
+    assert set(read) == {(0, 30), (30, 60), (60, 90), (90, 101)}
 
 
 def test_no_pixel_is_read_twice_and_none_is_read_for_nothing(
@@ -91,12 +225,21 @@ def test_no_pixel_is_read_twice_and_none_is_read_for_nothing(
         assert sum(asked) == SIDE * SIDE
 
 
+def test_memory_of_a_tiff_file_does_not_grow_with_the_height(tmp_path: Path) -> None:
+    peaks = []
+    for number, height in enumerate((256, 2048)):
+        values, options = noise(0, height, 256), {"tile": (64, 64), "photometric": "rgb", "compression": "zlib"}
+        peaks.append(peak_bytes(tiffs(tmp_path / str(number), values, options), 64))
+    assert max(peaks) < 1.1 * min(peaks) + 20_000 and max(peaks) < 3 * 2048 * 256 * 4 / 8
+
+
 def peak_bytes(dataset: Dataset, rows: int) -> int:
     """Return the most that reading an image of `rows` rows a strip held at once."""
     dataset.rows("validation", 0, 0, 0, 1)  # opens the file
     tracemalloc.start()
     for first in range(0, dataset.shape[1], rows):
         dataset.rows("validation", 0, 0, first, first + rows)
+        gc.collect()  # what tifffile leaves of a file that was closed
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
