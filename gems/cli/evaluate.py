@@ -28,7 +28,7 @@ def evaluate(words: Sequence[str], options: Options) -> int:
         RankFailedError: a rank ended before there was a result.
     """
     spec, path = run_for_inference(words, options.chosen.get("--weights", LAST), "evaluate")
-    found = run_program(spec, EVALUATE, "evaluate")
+    found = run_program(spec, EVALUATE, "evaluate", trains=False)
     if options.json:
         print_json({"run": str(path), "data": spec.data.name, **found})
     else:

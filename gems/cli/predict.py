@@ -52,7 +52,7 @@ def predict(words: Sequence[str], options: Options) -> int:
             check_files(files, spec.data)
         make_folder(out)
         request = {"out": str(out), "classes": classes}
-        found = run_program(spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False)
+        found = run_program(spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False, trains=False)
     if options.json:
         print_json({"run": str(path), **found})
     else:

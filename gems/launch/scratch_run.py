@@ -13,6 +13,7 @@ from gems.errors import RankFailedError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.runs.run_plan import plan_run
 from gems.utils.atomic_io import read_json, write_json
 
 TIME_LIMIT_S = 900.0
@@ -26,6 +27,7 @@ def run_program(
     request: Mapping[str, Any] | None = None,
     timeout_s: float | None = TIME_LIMIT_S,
     needs_labels: bool = True,
+    trains: bool = True,
 ) -> dict[str, Any]:
     """Prepare a resolved run in a scratch folder, run a function in its ranks, and return their result.json.
 
@@ -39,7 +41,7 @@ def run_program(
     """
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         scratch_spec = replace(spec, runs_dir=scratch, benchmark=BenchmarkConfig(skip_steps=0))
-        folder = prepare(scratch_spec, needs_labels=needs_labels)
+        folder = prepare(scratch_spec, plan_run(scratch_spec, trains), needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.program", function, str(folder.path)])

@@ -90,8 +90,10 @@ class Peak:
     host_bytes: int
 
 
-def plan_run(spec: RunSpec) -> RunPlan:
+def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
     """Return the plan of a resolved run that is about to start.
+
+    Unless it `trains`, what training in strips would need of the layers and of memory is not asked.
 
     A search of the schedule is one over the stages of the model, by its profile unless costs are configured, and finds
     the partition too. What is found is kept in the cache, so that all who ask get the same.
@@ -110,7 +112,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
     if schedule.num_strips > 1:
-        return _plan_in_strips(spec, run, schedule)
+        return _plan_in_strips(spec, run, schedule, trains)
     if schedule.has_memory_actions:
         return _acting_plan(spec, run, schedule)
     boundaries = partition_of(run, schedule).boundaries
@@ -241,7 +243,7 @@ def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
     return partition_of(replace(run, machine=replace(run.machine, device_bytes=None)), schedule).boundaries
 
 
-def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
+def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: bool) -> RunPlan:
     """Return the plan of a run in strips, cut as whole micro-batches; its memory policy has a choice for each stage.
 
     Raises:
@@ -251,6 +253,8 @@ def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
     if schedule.has_memory_actions:
         _refuse_strips(spec, "a list that recomputes or moves activations")
     boundaries = _unlimited_partition(run, without_strips(schedule))
+    if not trains:
+        return RunPlan(spec, run.cost, schedule, boundaries)
     case = strip_case(run, compute_only(schedule), boundaries)
     if spec.memory.name != "keep":
         outcome = memory_outcome(run, case)
