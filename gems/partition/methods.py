@@ -32,6 +32,7 @@ from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
+from gems.schedule.strips import strip_costs, without_strips
 from gems.utils.cache import cached
 from gems.utils.registry import Registry
 
@@ -76,13 +77,17 @@ def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundar
 
 @dataclass(frozen=True)
 class PartitionCase:
-    """A model to partition: its profile, the lowered schedule that will run it, and the limit in bytes, if any."""
+    """A model to partition: its profile, the lowered schedule that will run it, and the limit in bytes, if any.
+
+    Of a run in strips `schedule` is the list of whole micro-batches, which hold as much, and `in_strips` what runs.
+    """
 
     profile: ModelProfile
     schedule: Schedule
     optimizer: str = "sgd"
     limit_bytes: int | None = None
     link_bytes_per_s: float | None = None
+    in_strips: Schedule | None = None
 
     @property
     def num_stages(self) -> int:
@@ -126,13 +131,17 @@ class PartitionCase:
         if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
             return least
         per_byte = 1.0 / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
-        costs = stage_costs(self.spans, boundaries)
-        return simulate(self.schedule, costs, Network(per_byte=per_byte)).span
+        timed, costs = self._timed, stage_costs(self.spans, boundaries)
+        return simulate(timed, strip_costs(costs, timed.num_strips), Network(per_byte=per_byte)).span
 
     @property
     def num_actions(self) -> int:
         """Actions of a step."""
-        return sum(map(len, self.schedule.rows))
+        return sum(map(len, self._timed.rows))
+
+    @property
+    def _timed(self) -> Schedule:
+        return self.in_strips or self.schedule
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Return each rank's peak under a partition."""
@@ -197,8 +206,11 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     check_depth(spec, num_stages, num_layers)
     case = None
     if spec.machine.device_bytes is not None or needs_profile:
-        schedule = lower(compute_only(schedule))
-        case = partition_case(spec, schedule)
+        timed = lower(compute_only(schedule))
+        if schedule.num_strips > 1:
+            case = replace(partition_case(spec, lower(without_strips(schedule))), in_strips=timed)
+        else:
+            case = partition_case(spec, timed)
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
         partition = Partition("given", boundaries, float("nan"), float("nan"), False)
@@ -208,7 +220,7 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
         method, budget_s = spec.partition.name, spec.partition.budget_s
         objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
         facts = (CUTS, method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, budget_s)
-        key, method_case = repr((facts, case.profile, schedule.digest())), case
+        key, method_case = repr((facts, case.profile, timed.digest())), case
         kept = cached(
             spec.cache_dir, "partition", key, lambda: asdict(partition_by(method, method_case, objective, budget_s))
         )

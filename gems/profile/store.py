@@ -19,8 +19,8 @@ import gems
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ProfileConfig, RunSpec
 from gems.data import task_of
 from gems.errors import ConfigError
-from gems.models import layers_of
-from gems.profile.model_profile import ModelProfile
+from gems.models import layers_of, stride_of
+from gems.profile.model_profile import TIMES, ModelProfile
 from gems.profile.pace import RunPace
 from gems.profile.strip_profile import StripProfile
 from gems.utils.cache import cached, keep_cached, read_cached
@@ -93,11 +93,36 @@ def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
 def profile_of(spec: RunSpec) -> ModelProfile:
     """Return the profile of a resolved run, with the times of layers in a run where the machine's pace is known.
 
+    In strips the times are those of as many strips one after the other: thin ones read weights more often.
+
     Raises:
         ConfigError: as `profile_alone`.
     """
     profile, pace = profile_alone(spec), known_pace(spec)
+    if spec.parallel.strips > 1 and spec.profile.path is None:
+        profile = _with_times_of_strips(spec, profile)
     return profile if pace is None or profile.source != "measured" else pace.of(profile)
+
+
+def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
+    """Return a profile with the times that layers take for an image of a strip's rows, times the strips in an image.
+
+    Strips thinner than what the model shrinks to one row count as so thick. An image that the model does not take so
+    short leaves the profile as it is.
+    """
+    height, stride = spec.data.height_px, stride_of(spec.model)
+    rows = max(stride, -(-height // spec.parallel.strips // stride) * stride)
+    try:
+        short = profile_alone(replace(spec, data=replace(spec.data, height_px=rows)))
+    except ConfigError:
+        return profile
+    if [layer.name for layer in short.layers] != [layer.name for layer in profile.layers]:
+        return profile
+    layers = (
+        replace(layer, **{name: getattr(strip, name) * height / rows for name in TIMES})
+        for layer, strip in zip(profile.layers, short.layers, strict=True)
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def known_pace(spec: RunSpec) -> RunPace | None:

@@ -24,7 +24,6 @@ from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
-from gems.schedule.strips import without_strips
 from gems.schedule.validate import validate
 from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
@@ -168,7 +167,7 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     run = with_profiled_costs(_of_model(spec))
     compute = compute_schedule(run)
     if compute.num_strips > 1:
-        return strip_case(run, compute, _unlimited_partition(run, without_strips(compute)))
+        return strip_case(run, compute, _unlimited_partition(run, compute))
     return memory_case(run, compute, _unlimited_partition(run, compute))
 
 
@@ -252,7 +251,7 @@ def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: boo
     """
     if schedule.has_memory_actions:
         _refuse_strips(spec, "a list that recomputes or moves activations")
-    boundaries = _unlimited_partition(run, without_strips(schedule))
+    boundaries = _unlimited_partition(run, schedule)
     if not trains:
         return RunPlan(spec, run.cost, schedule, boundaries)
     case = strip_case(run, compute_only(schedule), boundaries)

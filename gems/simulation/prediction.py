@@ -20,7 +20,6 @@ from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
-from gems.schedule.strips import without_strips
 from gems.simulation.build import partition_of, search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
 from gems.simulation.costs import (
@@ -178,7 +177,7 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
     compute = compute_only(schedule)
     if schedule.num_strips > 1:
-        case = strip_case(run, compute, partition_of(run, without_strips(compute)).boundaries)
+        case = strip_case(run, compute, partition_of(run, compute).boundaries)
     else:
         case = memory_case(run, compute, partition_of(run, schedule).boundaries)
     return _memory_over_time(case.timelines(MemoryPlan.keeping(case.boundaries), schedule), step)

@@ -37,8 +37,7 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
     if spec.schedule.name == CAPPED:
         found = search_schedule(spec)
         return replace(spec, cost=profiled_costs(spec, profile, found["boundaries"], found["unit_bytes"]))
-    whole = replace(spec, cost=layer_costs(spec, profile), parallel=replace(spec.parallel, strips=1))
-    made = compute_schedule(whole)
+    made = compute_schedule(replace(spec, cost=layer_costs(spec, profile)))
     boundaries = partition_model(spec, made).boundaries
     return replace(spec, cost=profiled_costs(spec, profile, boundaries))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -20,6 +20,7 @@ from gems.profile import LayerProfile, ModelProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
+from gems.schedule.strips import with_strips
 from tests.partition.profiles import profile, random_profile
 
 ALL = tuple(METHODS)
@@ -211,3 +212,15 @@ class TestComparison:
         assert (taken.method, taken.boundaries, taken.cost, taken.bound) == ("exact", (0, 2, 4), 4.0, 3.0)
         assert taken.facts["from"] == "mcap"
         assert at_most(ours, [replace(better, cost=5.0)]) is ours
+
+
+def test_strips_are_cut_by_the_list_that_runs() -> None:
+    """One image through two ranks takes as long with any cut; its strips overlap, so that even ranks are faster."""
+    whole, gains = generate("layer_parallel", 2, 1), []
+    for seed in range(6):
+        case = PartitionCase(random_profile(8, seed, decay=0.8), lower(whole))
+        in_strips = replace(case, in_strips=lower(with_strips(whole, 8)))
+        one, strips = (partition_by("exact", each, "time").boundaries for each in (case, in_strips))
+        assert case.cost("time", one) == pytest.approx(case.cost("time", strips))
+        gains.append(in_strips.cost("time", one) / in_strips.cost("time", strips))
+    assert min(gains) >= 1 and max(gains) > 1.2

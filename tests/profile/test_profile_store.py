@@ -218,3 +218,30 @@ def test_the_caller_loads_no_torch() -> None:
     program = "import sys, gems.profile.store, gems.cli.profile; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")
+
+
+class TestStrips:
+    def test_times_are_those_of_as_many_short_images(self, tmp_path: Path) -> None:
+        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=4))
+        found, whole = profile_of(spec), profile_alone(spec)
+        short = profile_alone(replace(spec, data=replace(spec.data, height_px=8)))
+        assert [layer.time_s for layer in found.layers] == pytest.approx([4 * layer.time_s for layer in short.layers])
+        assert found.layers[0].forward_s > whole.layers[0].forward_s  # weights are read in each strip
+        assert [layer.kept_bytes for layer in found.layers] == [layer.kept_bytes for layer in whole.layers]
+
+    def test_none_is_thinner_than_a_row_of_the_last_map(self, tmp_path: Path) -> None:
+        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=32))
+        short = profile_alone(replace(spec, data=replace(spec.data, height_px=4)))
+        assert profile_of(spec).layers[1].forward_s == pytest.approx(8 * short.layers[1].forward_s)
+
+    def test_an_image_that_is_too_short_changes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=4))
+        whole = profile_alone(spec)
+
+        def alone(asked: RunSpec) -> ModelProfile:
+            if asked.data.height_px < spec.data.height_px:
+                raise ConfigError("data.height_px", asked.data.height_px, "is too small")
+            return whole
+
+        monkeypatch.setattr(store, "profile_alone", alone)
+        assert profile_of(spec) == whole
