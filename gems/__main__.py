@@ -28,8 +28,8 @@ VERBS = {
                   choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()}),
     "plan": Verb("gems.cli.plan:show_plan",
     "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, "
-                 "--write FILE; or --hybrid: data against model parallelism",
-                 flags=("--hybrid",),
+                 "--write FILE, --strips: the best in strips too; or --hybrid: data against model parallelism",
+                 flags=("--hybrid", "--strips"),
                  choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency",
                  "--speedup"), ())),
     "evaluate": Verb("gems.cli.evaluate:evaluate",

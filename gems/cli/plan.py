@@ -21,11 +21,12 @@ from gems.planner.evaluate import Epochs, Planner
 from gems.planner.fastest import BUDGET_S, NUM_BEST, fastest
 from gems.planner.search.best_first import Found
 from gems.planner.search.choice import Choice, reasons
+from gems.runs.plan_in_strips import in_strips
 from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
 from gems.utils.units import GIB
 
-HYBRID = "--hybrid"
+HYBRID, STRIPS = "--hybrid", "--strips"
 COLUMNS = {
     "": "d", "step [s]": ".4g", "images/s": ".4g", "peak [GiB]": ".2f", "eff. [%]": ".1f", "ranks x copies": "",
     "micro-batches": "", "schedule": "", "memory": "", "loses to the first by": "",
@@ -37,7 +38,8 @@ def show_plan(spec: RunSpec, options: Options) -> int:
 
     --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which
     are then compared by the time to the target. --top is how many are printed, --budget how many seconds the search may
-    take, --write FILE writes the first as an experiment. --hybrid compares data with model parallelism instead.
+    take, --write FILE writes the first as an experiment. --strips also tries the best in strips, for two minutes at
+    most. --hybrid compares data with model parallelism instead.
 
     Raises:
         ConfigError: an option that cannot be, a batch that does not divide, or a profile that cannot be had.
@@ -58,7 +60,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if path is not None:
         check_experiment(path)
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
-    answer, found = fastest(planner, batches, num_best, budget_s)
+    answer, found = fastest(planner, batches, num_best, budget_s, in_strips if STRIPS in options.flags else None)
     confidence = confidence_of(spec)
     answer["is_calibrated"] = confidence.is_calibrated
     answer["step_range_s"] = confidence.range_s(found.best[0].step_s)

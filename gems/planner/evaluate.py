@@ -172,7 +172,7 @@ class Planner:
         """
         if size not in self.models:
             if size in self.sizes:
-                parallel = replace(self.spec.parallel, micro_batch_size=size)
+                parallel = replace(self.spec.parallel, micro_batch_size=size, strips=1)
                 profile = profile_of(replace(self.spec, parallel=parallel))
             else:
                 points = [self.model(each).profile for each in self.sizes]
@@ -183,8 +183,8 @@ class Planner:
     def rules(self) -> Rules[Candidate, Choice]:
         """Return how the search judges candidates: by seconds of a step, or to the target."""
         return Rules(
-            lambda one: self._score(one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)),
-            lambda one: self._score(one, self._refined_s(one)),
+            lambda one: self.score(one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)),
+            lambda one: self.score(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
             self.priority,
@@ -223,7 +223,7 @@ class Planner:
         parallel = replace(
             spec.parallel, partitions=one.partitions, replicas=one.replicas, micro_batches=one.micro_batches,
             replications=one.micro_batches // one.parts, parts=one.parts, micro_batch_size=one.micro_batch_size,
-            boundaries=list(boundaries) or None, gpus=None,
+            boundaries=list(boundaries) or None, gpus=None, strips=one.strips,
         )  # fmt: skip
         schedule = replace(
             spec.schedule, name=one.schedule, chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
@@ -281,7 +281,7 @@ class Planner:
             return partitions
         for made in partitions:
             slower.append(made)
-            if self._score(one, self._compute_s(one, made)) * (1 - ROUNDING) <= worst_s:
+            if self.score(one, self._compute_s(one, made)) * (1 - ROUNDING) <= worst_s:
                 return chain(slower, partitions)
         return None
 
@@ -408,12 +408,12 @@ class Planner:
     ) -> Choice:  # fmt: skip
         network, step = slowest_replica(schedule, costs, network_in_seconds(made.run), [EVEN] * one.replicas)
         return Choice(
-            one, made.boundaries, step.span, self._score(one, step.span), step.efficiency, peaks, on_host,
+            one, made.boundaries, step.span, self.score(one, step.span), step.efficiency, peaks, on_host,
             partial(parts_s, schedule, costs, step, network),
             None if self.epochs is None else self.epochs(one.global_batch),
         )  # fmt: skip
 
-    def _score(self, one: Candidate, step_s: float) -> float:
+    def score(self, one: Candidate, step_s: float) -> float:
         """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""
         if self.epochs is None:
             return step_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,15 @@ SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
 
 
 def fastest(
-    planner: Planner, batches: Sequence[int], num_best: int = NUM_BEST, budget_s: float = BUDGET_S
+    planner: Planner,
+    batches: Sequence[int],
+    num_best: int = NUM_BEST,
+    budget_s: float = BUDGET_S,
+    also: Callable[[Planner, Sequence[Choice], Sequence[Candidate]], list[Choice]] | None = None,
 ) -> tuple[dict[str, Any], Found[Choice]]:
     """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
+
+    `also` gives other choices that fit, from the best and all candidates.
 
     Raises:
         ConfigError: a batch that does not divide, or a profile that cannot be had.
@@ -39,6 +45,11 @@ def fastest(
             planner.model(size)
     search_begin = time.perf_counter()
     found = _search(planner, asked, num_best, search_begin + budget_s)
+    if also is not None:
+        more = also(planner, found.best, asked)
+        best = tuple(sorted((*found.best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best])
+        found = replace(found, best=best, num_simulated=found.num_simulated + len(more),
+                        num_candidates=found.num_candidates + len(more))  # fmt: skip
     search_s = time.perf_counter() - search_begin
     if not found.best:
         refuse(planner, asked, found, num_gpus, search_begin + budget_s)

@@ -43,18 +43,17 @@ ONE = (
     "data.validation_samples=1 data.train_samples=8 optimizer.lr=1e-9 train.steps=4 benchmark.skip_steps=1"
 )
 WHOLE, AGAIN = "whole", "memory=recompute memory.recompute=strip"
-ROUNDS = 3
-STRIP_ROWS = 64
+STRIP_ROWS, MIN_ROWS = 256, 64
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the chosen part and print it."""
-    chosen = options(__doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256)
+    chosen = options(__doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256, rounds=3)
     machine()
-    return answered(_PARTS[chosen.part](chosen.heights, chosen.width), False)
+    return answered(_PARTS[chosen.part](chosen.heights, chosen.width, chosen.rounds), False)
 
 
-def _device(heights: list[int], width: int) -> list[dict[str, Any]]:
+def _device(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     table = Table("height:<8", *_COLUMNS)
     rows = []
     for height in heights:
@@ -64,23 +63,23 @@ def _device(heights: list[int], width: int) -> list[dict[str, Any]]:
             "strips, run again": f"{strips} {AGAIN}",
         }  # fmt: skip
         specs = {way: composed(RESNET, ONE, size, words) for way, words in ways.items()}
-        rows += table.rows({"height": height, **row} for row in _in_turns(specs))
+        rows += table.rows({"height": height, **row} for row in _in_turns(specs, rounds))
     return rows
 
 
-def _ranks(heights: list[int], width: int) -> list[dict[str, Any]]:
+def _ranks(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     table = Table("height:<8", *_COLUMNS)
     rows = []
     for height in heights:
         words = {WHOLE: "schedule=layer_parallel"}
-        words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (2, 4, 8) if height // k >= STRIP_ROWS}
+        words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (2, 4, 8) if height // k >= MIN_ROWS}
         specs = {way: composed(RESNET, ONE, square(height), "parallel.partitions=2 profile=measured", more)
                  for way, more in words.items()}  # fmt: skip
-        rows += table.rows({"height": height, **row} for row in _in_turns(specs))
+        rows += table.rows({"height": height, **row} for row in _in_turns(specs, rounds))
     return rows
 
 
-def _time(heights: list[int], width: int) -> list[dict[str, Any]]:
+def _time(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     table = Table("model:<10", "height:<8", *_COLUMNS)
     rows = []
     for name, model in (("ResNet-50", RESNET), ("VGG-16", VGG)):
@@ -88,14 +87,14 @@ def _time(heights: list[int], width: int) -> list[dict[str, Any]]:
             size = f"data.height_px={height} data.width_px={width}"
             specs = {WHOLE: composed(model, ONE, size)}
             specs |= {f"{k} strips": composed(model, ONE, size, f"parallel.strips={k}") for k in (2, 4, 8, 16, 32)}
-            rows += table.rows({"model": name, "height": height, **row} for row in _in_turns(specs))
+            rows += table.rows({"model": name, "height": height, **row} for row in _in_turns(specs, rounds))
     return rows
 
 
-def _in_turns(specs: Mapping[str, RunSpec]) -> list[dict[str, Any]]:
+def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]:
     """Train in turn; return a row for each way, whose times are over those of the first in the same round."""
     calls: dict[str, Callable[[], dict[str, Any]]] = {way: partial(_run, spec) for way, spec in specs.items()}
-    found = in_turns(calls, ROUNDS)
+    found = in_turns(calls, rounds)
     first = next(iter(found.values()))
     rows = []
     for way, runs in found.items():
@@ -123,7 +122,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _bytes(heights: list[int], width: int) -> list[dict[str, Any]]:
+def _bytes(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     numbers = (1, 2, 4, 8, 16, 32)
     table = Table("model:<14", "height:>7", *(f"{k}:>8.3f" for k in numbers))
     rows = []
@@ -141,7 +140,7 @@ def _bytes(heights: list[int], width: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _largest(heights: list[int], width: int) -> list[dict[str, Any]]:
+def _largest(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     table = Table("height:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
     rows = []
     for height in heights:
@@ -156,7 +155,7 @@ def _largest(heights: list[int], width: int) -> list[dict[str, Any]]:
     return rows
 
 
-_PARTS: dict[str, Callable[[list[int], int], list[dict[str, Any]]]] = {
+_PARTS: dict[str, Callable[[list[int], int, int], list[dict[str, Any]]]] = {
     "device": _device, "ranks": _ranks, "time": _time, "bytes": _bytes, "largest": _largest,
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.dataset import batch_indices
 from gems.engine.checkpoint.state_dict import restore
+from gems.engine.optimization.nonfinite import find_nonfinite
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import broadcast
@@ -260,3 +261,21 @@ def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, wh
     )
     with pytest.raises(ConfigError, match=f"parallel.strips=2: .*{why}"):
         build_pipeline(spec, comm, CPU)
+
+
+def test_the_layer_that_is_not_finite_is_named(comm):
+    spec = strip_spec("resnet", "1f1b", 4, 1, 3, 20)
+    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline.set_training(True)
+    layer = pipeline.layers[0]
+    if comm.rank == 2:
+        next(layer.module.parameters()).data.fill_(float("inf"))
+    loader, _, _ = open_loader(pipeline)
+    batch = loader.batch(0)
+    pipeline.train.run(0, batch)
+    assert pipeline.update.has_failed
+    found = find_nonfinite(pipeline, 0, batch)
+    named = broadcast(comm, layer.name, 2)
+    assert (found.rank, found.what) == (2, f"the first output that is not finite is that of layer {named}")
+    loader.close()
+    pipeline.close()

@@ -55,6 +55,7 @@ class Network:
         self.released: dict[int, list[int]] = {}  # by operation: the values that nothing reads after it
         for value, reader in last.items():
             self.released.setdefault(reader, []).append(value)
+        self.watch: Callable[[str, tuple[Any, ...]], None] | None = None  # is given what each module's operations make
         self.held = [self._held(strip) for strip in range(len(plan.strips))]
         self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
 
@@ -153,6 +154,9 @@ class StripRun:
                 self._values[number] = tensor
         for number, operation in enumerate(network.operations, network.num_inputs):
             self._step(number, operation)
+            if network.watch is not None:
+                made = self._fresh[number].values() if number in self._fresh else (self._values.get(number),)
+                network.watch(operation.step.name, tuple(made))
             for read in network.released.get(number, ()):
                 self._release(read)
         for number in range(network.num_inputs):

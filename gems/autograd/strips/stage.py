@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,15 @@ class StripStage:
             raise ValueError("these layers draw random numbers: give the seeds of the image")
         run = StripRun(self._network, strip, inputs, carries, draws, deferred)
         return run.outputs(), run.carries()
+
+    @contextmanager
+    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+        """Give `watch` what each operation makes in a block, with the name of its module."""
+        self._network.watch = watch
+        try:
+            yield
+        finally:
+            self._network.watch = None
 
     def structured(self, outputs: Sequence[Tensor]) -> Any:
         """Return the outputs as the last layer gives them: a tensor, or tensors in tuples, lists and dicts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from gems.engine.executor import Batch
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.pipeline import Pipeline
+from gems.engine.strips.stage import StageInStrips
 from gems.engine.transport.mpi import allgather
 from gems.errors import RankFailedError
 
@@ -49,17 +52,15 @@ def find_nonfinite(pipeline: Pipeline, step: int, batch: Batch) -> Finding:
     """
     mine: list[Finding] = []
     rank = pipeline.comm.rank
-    hooks = [
-        layer.module.register_forward_hook(partial(_watch, mine, layer, rank), always_call=False)
-        for layer in pipeline.layers
-    ]
     pipeline.recorder.is_on = False
-    try:
-        with pipeline.update.repeated():
-            pipeline.train.run(step, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as watches, pipeline.update.repeated():
+        for layer in pipeline.layers:
+            hook = layer.module.register_forward_hook(partial(_watch, mine, layer, rank), always_call=False)
+            watches.callback(hook.remove)
+        for stage in pipeline.stages.values():
+            if isinstance(stage, StageInStrips):  # which calls no modules
+                watches.enter_context(stage.form.watched(partial(_watch_strips, mine, pipeline.layers, rank)))
+        pipeline.train.run(step, batch)
     for layer in pipeline.layers:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
             mine.append(Finding(1, -layer.place, rank, f"all outputs are finite, the gradient of {layer.name} is not"))
@@ -75,6 +76,18 @@ def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Mod
     else:
         what = f"the first output that is not finite is that of layer {layer.name}"
     found.append(Finding(0, layer.place, rank, what))
+
+
+def _watch_strips(
+    found: list[Finding], layers: Sequence[NumberedLayer], rank: int, name: str, made: tuple[Any, ...]
+) -> None:
+    if not _is_finite(made):
+        layer = max(
+            (each for each in layers if f"{name}.".startswith(f"{each.name}.")), key=lambda each: len(each.name)
+        )
+        found.append(
+            Finding(0, layer.place, rank, f"the first output that is not finite is that of layer {layer.name}")
+        )
 
 
 def _is_finite(values: Any) -> bool:

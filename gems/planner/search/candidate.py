@@ -19,7 +19,8 @@ class Candidate:
     """One configuration: ranks of a pipeline and its copies, schedule, micro-batches of a pipeline, memory policy.
 
     `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the
-    stages of a rank where the schedule leaves that free, `how` the memory.recompute of a policy that reads it.
+    stages of a rank where the schedule leaves that free, `how` the memory.recompute of a policy that reads it, `strips`
+    those of a micro-batch.
     """
 
     partitions: int
@@ -32,6 +33,7 @@ class Candidate:
     chunks: int = 1
     memory: str = KEEP
     how: str = ""
+    strips: int = 1
 
     @property
     def family(self) -> Family:
@@ -75,7 +77,8 @@ class Candidate:
         """The schedule with its sizes, in a word."""
         cap = "" if self.cap is None else f" K={self.cap:g}"
         parts = f" parts={self.parts}" if self.parts > 1 else ""
-        return self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "")
+        strips = f", {self.strips} strips" if self.strips > 1 else ""
+        return self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "") + strips
 
     @property
     def policy(self) -> str:
@@ -90,6 +93,7 @@ class Candidate:
             f"schedule={self.schedule}", f"memory={self.memory}", "cost=profile",
         ]  # fmt: skip
         words += [f"parallel.parts={self.parts}"] if self.parts > 1 else []
+        words += [f"parallel.strips={self.strips}"] if self.strips > 1 else []
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
         words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
         words += [f"memory.recompute={self.how}"] if self.how else []

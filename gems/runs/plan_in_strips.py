@@ -1,0 +1,89 @@
+"""Strips for the pipelines of a plan: the same ranks and micro-batches, each image as a row of strips.
+
+What ranks hold of strips is found on fake tensors, which takes seconds for each cut. So strips are tried for the few
+pipelines that the search found best, or where nothing fits for those with the most partitions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gems.errors import ConfigError, DoesNotFitError
+from gems.planner.evaluate import Planner
+from gems.planner.search.candidate import Candidate
+from gems.planner.search.choice import Choice
+from gems.runs.run_plan import KEY, plan_run, predict
+from gems.simulation.costs import parts_s
+
+ROWS = (256, 128, 64)  # of a strip
+SCHEDULES = ("1f1b", "zb_h1")
+NUM_SHAPES = 3
+BUDGET_S = 120.0
+
+
+def in_strips(
+    planner: Planner, best: Sequence[Choice], asked: Sequence[Candidate], budget_s: float = BUDGET_S
+) -> list[Choice]:
+    """Return configurations in strips that fit, of those judged in `budget_s`; none if the model has no strips.
+
+    Strips are kept; where that does not fit, they are run again.
+
+    Raises:
+        ConfigError: a profile that cannot be had.
+    """
+    found: list[Choice] = []
+    end = time.perf_counter() + budget_s
+    for one in _candidates(best, asked, planner.spec.data.height_px):
+        if time.perf_counter() > end:
+            break
+        for tried in (one, replace(one, memory="recompute", how="strip")):
+            try:
+                found.append(_choice(planner, tried))
+                break
+            except DoesNotFitError:
+                continue
+            except ConfigError as error:
+                if error.key == KEY:
+                    return []
+                break  # counts that the schedule does not serve
+    return found
+
+
+def _candidates(best: Sequence[Choice], asked: Sequence[Candidate], height_px: int) -> Iterator[Candidate]:
+    """Yield shapes of pipelines with each number of strips and each schedule."""
+    shapes: dict[tuple[int, int, int, int], Candidate] = {}
+    ordered = [choice.candidate for choice in best] or sorted(asked, key=_by_leanness)
+    for one in ordered:
+        shapes.setdefault((one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one)
+    numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
+    for one in list(shapes.values())[:NUM_SHAPES]:
+        for schedule in SCHEDULES if one.partitions > 1 else SCHEDULES[:1]:
+            for strips in numbers:
+                yield Candidate(
+                    one.partitions, one.replicas, schedule, one.micro_batch_size, one.micro_batches, strips=strips
+                )
+
+
+def _by_leanness(one: Candidate) -> tuple[int, int]:
+    return -one.partitions, one.micro_batch_size
+
+
+def _choice(planner: Planner, one: Candidate) -> Choice:
+    """Return a candidate as it would run.
+
+    Raises:
+        ConfigError: it has no such strips.
+        DoesNotFitError: a rank would hold more than the limit.
+    """
+    run = planner.run_of(one)
+    plan = plan_run(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
+    held, found = plan.memory or plan.kept, predict(plan)
+    assert held is not None
+    return Choice(
+        one, plan.boundaries, found.step_s, planner.score(one, found.step_s), found.step.efficiency, held.peak_bytes,
+        held.host_bytes, partial(parts_s, found.schedule, found.costs, found.step, found.network),
+        None if planner.epochs is None else planner.epochs(one.global_batch),
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""gems plan --strips: pipelines that the search found, and those that do not fit whole, in strips."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
+from gems.errors import DoesNotFitError
+from gems.planner.evaluate import Planner
+from gems.planner.fastest import fastest
+from gems.runs.plan_in_strips import in_strips
+from gems.runs.run_plan import plan_run, predict_peak
+
+WORDS = (
+    "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128 data.width_px=256 "
+    "parallel.gpus=2 parallel.micro_batch_size=1"
+)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    return replace(compose(WORDS.split()), cache_dir=str(tmp_path))
+
+
+def test_strips_are_among_the_best(spec: RunSpec) -> None:
+    """One image on two ranks: they overlap in strips alone."""
+    answer, found = fastest(Planner(spec, None), [1], 20, 2.0, in_strips)
+    first = found.best[0]
+    assert first.candidate.strips > 1 and first.candidate.partitions == 2
+    whole = min(one.step_s for one in found.best if one.candidate.strips == 1)
+    assert first.step_s < 0.9 * whole
+    chosen = answer["choices"][0]
+    assert f"parallel.strips={chosen['strips']}" in chosen["overrides"]
+    run = replace(
+        compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]]), cache_dir=spec.cache_dir
+    )
+    peak = predict_peak(plan_run(run))
+    assert peak is not None and peak.device_bytes == first.most_bytes
+    assert sum(first.parts_s.values()) == pytest.approx(first.step_s)
+
+
+def test_strips_fit_where_nothing_does(spec: RunSpec) -> None:
+    limit, tall = 14_000_000, replace(spec, data=replace(spec.data, height_px=256))
+    with pytest.raises(DoesNotFitError):
+        fastest(Planner(tall, limit), [1], 5, 1.0)
+    _, found = fastest(Planner(tall, limit), [1], 5, 1.0, in_strips)
+    assert found.best and all(one.most_bytes <= limit and one.candidate.strips > 1 for one in found.best)
+
+
+def test_a_network_that_needs_whole_images_has_no_strips(spec: RunSpec) -> None:
+    normed = replace(spec, model=replace(spec.model, norm="batch"))
+    _, found = fastest(Planner(normed, None), [1], 20, 2.0, in_strips)
+    assert found.best and all(one.candidate.strips == 1 for one in found.best)
