@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gems.runs.plan_in_strips
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
@@ -22,7 +23,8 @@ WORDS = (
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> RunSpec:
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    monkeypatch.setattr(gems.runs.plan_in_strips, "NUM_SHAPES", 1)
     return replace(compose(WORDS.split()), cache_dir=str(tmp_path))
 
 
