@@ -76,8 +76,7 @@ class Hdf5Dataset(ImageDataset):
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether all images have the wanted sides and small chunks or none, and nothing transforms them."""
-        is_transformed = split == "train" and self.config.transform is not None
-        return not is_transformed and all(part.gives_parts for part in self._parts[split])
+        return not self._is_transformed(split) and all(part.gives_parts for part in self._parts[split])
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of `values`."""

@@ -103,6 +103,10 @@ class ImageDataset(Dataset):
         """Compute what the cache keeps for all ranks: mean and deviation of the training split."""
         self.statistics()
 
+    def _is_transformed(self, split: Split) -> bool:
+        """Return whether a transform needs whole images of a split."""
+        return split == "train" and self.config.transform is not None
+
     def _pixels(self, split: Split, index: int) -> Image:
         return self._normalised(self.values(split, index))
 
@@ -212,7 +216,7 @@ class FileDataset(ImageDataset):
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether all images are TIFF files that are read in parts, and nothing transforms them."""
-        if split == "train" and self.config.transform is not None:
+        if self._is_transformed(split):
             return False
         if split not in self._by_rows:
             self._by_rows[split] = all(

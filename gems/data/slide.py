@@ -87,7 +87,7 @@ class SlideDataset(ImageDataset):
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether parts of regions are read alone: not if a transform needs all of one."""
-        return split != "train" or self.config.transform is None
+        return not self._is_transformed(split)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `ImageDataset.image`; its bands go straight to where a flip or turn has them."""

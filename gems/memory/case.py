@@ -61,10 +61,10 @@ class MemoryCase:
         """Yield the sizes in bytes of what a rank holds throughout a step."""
         return static_blocks(self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer])
 
-    def outcome(self, plan: MemoryPlan) -> PlanOutcome:
-        """Simulate a plan: bytes by the order of the schedule, time by simulation."""
+    def outcome(self, plan: MemoryPlan, schedule: Schedule | None = None) -> PlanOutcome:
+        """Simulate a plan: bytes by the order of the schedule, time by simulation; it is `lowered` unless given."""
         plan = replace(plan, least_bytes=self.least_bytes)
-        schedule = self.lowered(plan)
+        schedule = schedule or self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
         ranks = tuple(self.timelines(plan, schedule))
         return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))

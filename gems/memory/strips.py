@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from gems.memory.model import Counts
 from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.model_profile import Saved
+from gems.profile.model_profile import TIMES, Saved
 from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.schedule.action import Action, Kind
 
 _PEAKS = {Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak"}
 _SIZES = {"inputs": "given", "gradients": "given_back", "outputs": "handed_on", "input_gradients": "handed_back"}
-_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "split_s")
 
 
 @cache
@@ -81,17 +81,23 @@ def _total(residency: Residency, keys: Iterable[object]) -> int:
     return sum(residency.states[key].num_bytes for key in keys)
 
 
+class Change(NamedTuple):
+    """By how much an action changes what is held between strips; `counted_bytes` of that its own peak has already."""
+
+    activation_bytes: int = 0
+    device_bytes: int = 0
+    counted_bytes: int = 0
+
+
 class BetweenStrips:
     """What a rank holds of its images between strips: what the next one is left, or its gradient on the way back."""
 
     def __init__(self, strips: StripProfile) -> None:
         self._strips, self._num = strips, strips.num_strips
         self._held: dict[tuple[int, int, int], tuple[int, int]] = {}  # activations, and gradients
-        self.activation_bytes = 0
-        self.device_bytes = 0
 
-    def act(self, action: Action) -> int:
-        """Record that an action has run; return what of the gradients its own peak counts already."""
+    def act(self, action: Action) -> Change:
+        """Record that an action has run, and return what it changes."""
         kind, stage, micro_batch, direction, _ = action
         assert micro_batch is not None
         number, strip = divmod(micro_batch, self._num)
@@ -103,11 +109,10 @@ class BetweenStrips:
         elif kind in (Kind.B, Kind.I):
             after = 0, (of_stage[strip].carried_back + of_stage[-1].loss_gradient) * (strip > 0)
         else:
-            return 0
+            return Change()
         self._held[key] = after
-        self.activation_bytes += after[0] - before[0]
-        self.device_bytes += sum(after) - sum(before)
-        return before[1] - of_stage[-1].loss_gradient * (before[1] > 0)
+        counted = before[1] - of_stage[-1].loss_gradient * (before[1] > 0)
+        return Change(after[0] - before[0], sum(after) - sum(before), counted)
 
 
 def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[str, int], str, int]]:
@@ -132,7 +137,7 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
             LayerProfile(
                 name=f"stage {number}",
                 kind="stage",
-                **{name: sum(getattr(layer, name) for layer in layers) / num for name in _TIMES},
+                **{name: sum(getattr(layer, name) for layer in layers) / num for name in TIMES},
                 param_bytes=sum(layer.param_bytes for layer in layers),
                 buffer_bytes=sum(layer.buffer_bytes for layer in layers),
                 stash_bytes=sum(each.num_bytes for each in (*saved, *outputs)),

@@ -132,15 +132,10 @@ def rank_timeline(
         host += state.host_bytes - before.host_bytes
         during += state.during_bytes
         if between is not None:
-            during += between.device_bytes
-            during -= between.act(action)
-            points.append(
-                Point(
-                    action, during, outside_bytes + device + between.device_bytes,
-                    activations + between.activation_bytes, host, state.moved_bytes,
-                )
-            )  # fmt: skip
-            continue
+            change = between.act(action)
+            during -= change.counted_bytes
+            device += change.device_bytes
+            activations += change.activation_bytes
         points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
     return RankTimeline(tuple(points))
 

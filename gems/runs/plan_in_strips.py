@@ -80,7 +80,7 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
     """
     run = planner.run_of(one)
     plan = plan_run(replace(run, machine=replace(run.machine, device_bytes=planner.limit_bytes)))
-    held, found = plan.memory or plan.kept, predict(plan)
+    held, found = plan.held, predict(plan)
     assert held is not None
     return Choice(
         one, plan.boundaries, found.step_s, planner.score(one, found.step_s), found.step.efficiency, held.peak_bytes,

@@ -27,14 +27,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
 from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
-from gems.simulation.memory_case import (
-    check_fits,
-    memory_case,
-    memory_outcome,
-    node_host_bytes,
-    strip_case,
-    with_replicas,
-)
+from gems.simulation.memory_case import check_fits, memory_case, memory_outcome, node_host_bytes, with_replicas
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
@@ -56,6 +49,11 @@ class RunPlan:
     profile: ModelProfile | None = None  # what the partition was made from, if it needed one
     memory: PlanOutcome | None = None  # of the memory policy; None if activations are kept
     kept: PlanOutcome | None = None  # in strips, where they are kept: what that takes
+
+    @property
+    def held(self) -> PlanOutcome | None:
+        """What ranks hold under the memory policy or in strips, None if only the partition tells."""
+        return self.memory or self.kept
 
     @property
     def run(self) -> RunSpec:
@@ -166,8 +164,6 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     """
     run = with_profiled_costs(_of_model(spec))
     compute = compute_schedule(run)
-    if compute.num_strips > 1:
-        return strip_case(run, compute, _unlimited_partition(run, compute))
     return memory_case(run, compute, _unlimited_partition(run, compute))
 
 
@@ -191,10 +187,9 @@ def predict(plan: RunPlan) -> Prediction:
 
 def predict_peak(plan: RunPlan) -> Peak | None:
     """Return the peak bytes of a planned run, None if it has no profile."""
-    outcome = plan.memory or plan.kept
-    if outcome is not None:
-        rank = outcome.fullest_rank
-        return Peak(rank, outcome.peak_bytes[rank], node_host_bytes(plan.spec, outcome.host_bytes))
+    if plan.held is not None:
+        rank = plan.held.fullest_rank
+        return Peak(rank, plan.held.peak_bytes[rank], node_host_bytes(plan.spec, plan.held.host_bytes))
     if plan.profile is None:
         return None
     peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
@@ -243,7 +238,7 @@ def _unlimited_partition(run: RunSpec, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: bool) -> RunPlan:
-    """Return the plan of a run in strips, cut as whole micro-batches; its memory policy has a choice for each stage.
+    """Return the plan of a run in strips, whose memory policy has a choice for each stage.
 
     Raises:
         ConfigError: a layer that needs the whole image, or a list from a file that recomputes or moves activations.
@@ -254,16 +249,14 @@ def _plan_in_strips(spec: RunSpec, run: RunSpec, schedule: Schedule, trains: boo
     boundaries = _unlimited_partition(run, schedule)
     if not trains:
         return RunPlan(spec, run.cost, schedule, boundaries)
-    case = strip_case(run, compute_only(schedule), boundaries)
+    profile = profile_of(run)
+    case = memory_case(run, compute_only(schedule), boundaries, profile)
     if spec.memory.name != "keep":
         outcome = memory_outcome(run, case)
-        made = validate(outcome.schedule, outcome.costs)
-        return RunPlan(spec, run.cost, made, boundaries, profile_of(run), outcome)
-    kept = replace(case.kept, schedule=schedule)
-    plan = replace(kept.plan, policy="keep")
-    kept = replace(kept, plan=plan, ranks=tuple(case.timelines(plan, schedule)))
+        return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, profile, outcome)
+    kept = case.outcome(MemoryPlan.keeping(case.boundaries), schedule)
     check_fits(run, kept)
-    return RunPlan(spec, run.cost, schedule, boundaries, profile_of(run), kept=kept)
+    return RunPlan(spec, run.cost, schedule, boundaries, profile, kept=kept)
 
 
 def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:

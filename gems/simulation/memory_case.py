@@ -29,30 +29,20 @@ def memory_case(
 ) -> MemoryCase:
     """Return what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
 
-    The profile comes from where the run says, unless it is given.
+    The profile comes from where the run says, unless it is given. In strips each stage is a layer.
 
     Raises:
-        ConfigError: a profile that cannot be had.
+        ConfigError: a profile that cannot be had, or in strips a layer that needs the whole image.
     """
-    machine = spec.machine
+    machine, strips, profile = spec.machine, None, profile or profile_of(spec)
+    if schedule.num_strips > 1:
+        strips = strips_of(spec, boundaries)
+        profile, boundaries = stages_as_layers(strips, profile), tuple(range(len(boundaries)))
     return MemoryCase(
-        profile or profile_of(spec), schedule, boundaries, optimizer_name(spec),
-        spec.memory.limit_bytes or machine.device_bytes,
+        profile, schedule, boundaries, optimizer_name(spec), spec.memory.limit_bytes or machine.device_bytes,
         machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
-        spec.parallel.replicas,
+        spec.parallel.replicas, strips,
     )  # fmt: skip
-
-
-def strip_case(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryCase:
-    """Return what the memory policies of a resolved run in strips plan for: each stage is a layer.
-
-    Raises:
-        ConfigError: a layer that needs the whole image, or a profile that cannot be had.
-    """
-    strips = strips_of(spec, boundaries)
-    profile = stages_as_layers(strips, profile_of(spec))
-    case = memory_case(spec, schedule, tuple(range(len(boundaries))), profile)
-    return replace(case, strips=strips)
 
 
 def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:

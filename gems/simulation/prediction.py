@@ -31,7 +31,7 @@ from gems.simulation.costs import (
     slowest_replica,
 )
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
-from gems.simulation.memory_case import memory_case, strip_case
+from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import PROFILE
 
 # The name of a rank's times in the JSON, and in `RankTime`.
@@ -175,11 +175,7 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
     has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
     if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
-    compute = compute_only(schedule)
-    if schedule.num_strips > 1:
-        case = strip_case(run, compute, partition_of(run, compute).boundaries)
-    else:
-        case = memory_case(run, compute, partition_of(run, schedule).boundaries)
+    case = memory_case(run, compute_only(schedule), partition_of(run, schedule).boundaries)
     return _memory_over_time(case.timelines(MemoryPlan.keeping(case.boundaries), schedule), step)
 
 

@@ -131,7 +131,7 @@ def test_several_outputs_keep_their_structure_and_run_without_gradients() -> Non
         first, kept = stage.forward(0, [image[:, :, :4]])
         last, _ = stage.forward(1, [image[:, :, 4:]], kept)
     assert first[1] is None
-    found = stage.structured([torch.cat([first[0], last[0]], 2), last[1], torch.cat([first[2], last[2]], 2)])
+    found = stage.joined([first, last])
     wanted = layer(image)
     assert torch.equal(found["map"], wanted["map"])
     assert torch.allclose(found["rest"][0], wanted["rest"][0], rtol=1e-12)

@@ -53,10 +53,11 @@ def test_inputs_leave_with_what_it_was_left() -> None:
 def test_between_strips_there_are_rows_and_then_their_gradients() -> None:
     strips = (replace(STRIP, waiting=5), replace(STRIP, waiting=5), replace(STRIP, left=0, loss_gradient=15))
     between = BetweenStrips(StripProfile((0, 4), (strips,)))
-    seen = []
+    seen, activations, device = [], 0, 0
     for kind, strip in ((F, 0), (F, 1), (F, 2), (B, 2), (I, 1), (W, 1), (B, 0)):
-        counted = between.act(Action(kind, 0, 3 + strip, 0))
-        seen.append((between.activation_bytes, between.device_bytes, counted))
+        change = between.act(Action(kind, 0, 3 + strip, 0))
+        activations, device = activations + change.activation_bytes, device + change.device_bytes
+        seen.append((activations, device, change.counted_bytes))
     assert seen == [(28, 28, 0), (33, 33, 0), (0, 0, 0), (0, 38, 0), (0, 38, 23), (0, 38, 0), (0, 0, 23)]
 
 

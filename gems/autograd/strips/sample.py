@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,11 @@ from gems.autograd.strips.run import Draws
 from gems.autograd.strips.stage import StripStage
 
 
+@dataclass(slots=True)
 class Cut:
     """A place where the graph begins: the gradient that arrives there, and no tensor, which would be held."""
 
-    __slots__ = ("gradient",)
-
-    def __init__(self) -> None:
-        self.gradient: Tensor | None = None
+    gradient: Tensor | None = None
 
 
 class _Begin(Function):

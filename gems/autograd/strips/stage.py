@@ -150,10 +150,14 @@ class StripStage:
         finally:
             self._network.watch = None
 
-    def structured(self, outputs: Sequence[Tensor]) -> Any:
-        """Return the outputs as the last layer gives them: a tensor, or tensors in tuples, lists and dicts."""
-        parts = iter(outputs)
-        return map_tensors(lambda _: next(parts), self._structure)
+    def joined(self, strips: Sequence[Sequence[Tensor | None]]) -> Any:
+        """Return the outputs of all strips as the last layer gives them: a tensor, or several of them."""
+        whole: list[Tensor] = []
+        for place, boundary in enumerate(self.outputs):
+            parts = [each for outputs in strips if (each := outputs[place]) is not None]
+            whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
+        tensors = iter(whole)
+        return map_tensors(lambda _: next(tensors), self._structure)
 
     def _boundary(self, number: int) -> Boundary:
         info = self._network.infos[number]

@@ -20,6 +20,7 @@ from gems.engine.strips.stage import Image, StageInStrips, Tensors
 class _Pending(NamedTuple):
     """What is left of the forward of a strip that will be run again; None stands for no input."""
 
+    given: Tensors  # what stays of the inputs
     inputs: list[SavedTensor | None]
     carried: list[Tensor | SavedTensor]  # of what weights alone determine the tensor itself
     has_gradient: list[bool]  # of what was carried
@@ -40,7 +41,6 @@ class StoredStrips(StageInStrips):
         )  # fmt: skip
         self._stage_key, self._store = stage_key, store
         self._pending: dict[int, _Pending] = {}
-        self._inputs: dict[int, Tensors] = {}
 
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
@@ -50,7 +50,7 @@ class StoredStrips(StageInStrips):
         deferred = DeferredGradients() if is_split else None
         with self._hooks(micro_batch):
             outputs = self._run_strip(image, strip, rows, loss, deferred)
-        self._stash[micro_batch] = Stash(None, (), deferred)
+        self._stash[micro_batch] = Stash(self._staying(micro_batch, rows), (), deferred)
         return self._end(micro_batch, image, outputs, loss)
 
     def forward_for_recompute(
@@ -61,6 +61,7 @@ class StoredStrips(StageInStrips):
         key, carried, static = self._key(micro_batch), image.sample.carried, storage_addresses(image.sample.static)
         given = self.takes.given(rows, strip, self.device)
         self._pending[micro_batch] = _Pending(
+            self._staying(micro_batch, rows),
             [None if each is None else self._store.save(key, 0, each) for each in given],
             [each if storage_addresses([each]) & static else self._store.save(key, 0, each) for each in carried],
             [each.requires_grad for each in carried],
@@ -89,7 +90,7 @@ class StoredStrips(StageInStrips):
         deferred = DeferredGradients() if pending.is_split else None
         with self._hooks(micro_batch):
             self._images[number].sample.run_again(strip, inputs, carried, deferred)
-        self._stash[micro_batch] = Stash(None, (), deferred)
+        self._stash[micro_batch] = Stash(pending.given, (), deferred)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Add to the parameters' gradients, and free what forward of the strip kept."""
@@ -130,7 +131,6 @@ class StoredStrips(StageInStrips):
         """Drop all micro-batches in flight; the store is reset by its owner."""
         super().reset()
         self._pending.clear()
-        self._inputs.clear()
 
     @property
     def num_in_flight(self) -> int:
@@ -148,15 +148,16 @@ class StoredStrips(StageInStrips):
         rows, key = self._rows_of(strip, inputs), self._key(micro_batch)
         self._store.begin(key, [*rows, *image.sample.static])
         self._store.activations.count_bytes(-image.left_bytes)
-        self._inputs[micro_batch] = () if self._store.takes_inputs(key) else rows
         return image, strip, rows
 
     def _end(self, micro_batch: int, image: Image, outputs: Sequence[Tensor | None], loss: Loss | None) -> Tensors:
-        key, made = self._key(micro_batch), self._given_on(micro_batch % self.form.strips, outputs, loss)
+        key = self._key(micro_batch)
+        made = () if loss is not None else self._given_on(micro_batch % self.form.strips, outputs)
         self._store.record_outputs(key, 0, made)
         self._count_left(image, outputs, partial(self._store.is_counted, key))
         self._store.activations.count_bytes(image.left_bytes)
         return made
 
-    def _inputs_of(self, micro_batch: int, stash: Stash) -> Tensors:
-        return self._inputs.pop(micro_batch)
+    def _staying(self, micro_batch: int, rows: Tensors) -> Tensors:
+        """Return the inputs of a strip, unless the store has taken them."""
+        return () if self._store.takes_inputs(self._key(micro_batch)) else rows

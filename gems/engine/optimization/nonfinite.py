@@ -81,13 +81,9 @@ def _watch(found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Mod
 def _watch_strips(
     found: list[Finding], layers: Sequence[NumberedLayer], rank: int, name: str, made: tuple[Any, ...]
 ) -> None:
-    if not _is_finite(made):
-        layer = max(
-            (each for each in layers if f"{name}.".startswith(f"{each.name}.")), key=lambda each: len(each.name)
-        )
-        found.append(
-            Finding(0, layer.place, rank, f"the first output that is not finite is that of layer {layer.name}")
-        )
+    """Watch an operation of the module `name`, which belongs to the layer with the longest name that begins its own."""
+    layer = max((each for each in layers if f"{name}.".startswith(f"{each.name}.")), key=lambda each: len(each.name))
+    _watch(found, layer, rank, layer.module, None, made)
 
 
 def _is_finite(values: Any) -> bool:

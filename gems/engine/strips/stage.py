@@ -37,12 +37,43 @@ class Image:
     waiting_bytes: int = 0
 
 
-class StageInStrips(Stage):
+class InStrips(Stage):
+    """A stage in a streaming form, with what it takes and gives of each strip.
+
+    What is not there yet, or has no rows in a strip, is neither taken nor given. The first stage takes the rows of a
+    strip, or the whole images with each.
+    """
+
+    def __init__(
+        self,
+        modules: nn.ModuleList,
+        is_first: bool,
+        poll: Callable[[], None],
+        form: StripStage,
+        takes: Passed,
+        device: torch.device,
+    ) -> None:
+        """Take the streaming form of the modules and what it takes."""
+        super().__init__(modules, is_first, poll)
+        self.form, self.takes, self.device = form, takes, device
+        self._gives = Passed(form.outputs, form.strips)
+
+    def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
+        """Return what a strip is given: on the first stage its rows of the images."""
+        if not self.is_first:
+            return tuple(inputs)
+        return tuple(self.takes.rows_of(tensor, strip) for tensor in inputs)
+
+    def _given_on(self, strip: int, outputs: Sequence[Tensor | None]) -> Tensors:
+        """Return the tensors of the next boundary."""
+        return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
+
+
+class StageInStrips(InStrips):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
-    In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. What is not there yet, or has
-    no rows in a strip, is neither taken nor given. The first stage takes the rows of a strip, or the whole images with
-    each; the last one gives nothing, and has its loss in the last strip. Evaluation is that of `EvaluationInStrips`.
+    In place of micro-batches strips are numbered: x is strip x % k of micro-batch x // k. The last stage gives nothing,
+    and has its loss in the last strip. Evaluation is that of `EvaluationInStrips`.
     """
 
     def __init__(
@@ -56,9 +87,8 @@ class StageInStrips(Stage):
         draws: Draws | None = None,
     ) -> None:
         """Take the streaming form of the modules and what it takes; `draws` gives the seeds of the present image."""
-        super().__init__(modules, is_first, poll)
-        self.form, self.takes, self._gives = form, takes, Passed(form.outputs, form.strips)
-        self.device, self.draws = device, draws
+        super().__init__(modules, is_first, poll, form, takes, device)
+        self.draws = draws
         self._images: dict[int, Image] = {}
         self._brought_bytes: dict[int, int] = {}  # by strip, as the two below
         self._kept_bytes: dict[int, int] = {}
@@ -76,7 +106,7 @@ class StageInStrips(Stage):
         else:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
         self._stash[micro_batch] = Stash(tuple(inputs), (), deferred)
-        return self._given_on(strip, outputs, loss)
+        return () if loss is not None else self._given_on(strip, outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Add to the parameters' gradients, and free what forward of the strip kept."""
@@ -117,18 +147,6 @@ class StageInStrips(Stage):
             self._images[number] = Image(StripSample(self.form, self.draws, not self.is_first))
         return self._images[number], strip
 
-    def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
-        """Return what a strip is given: on the first stage its rows of the images."""
-        if not self.is_first:
-            return tuple(inputs)
-        return tuple(self.takes.rows_of(tensor, strip) for tensor in inputs)
-
-    def _given_on(self, strip: int, outputs: Sequence[Tensor | None], loss: Loss | None) -> Tensors:
-        """Return the tensors of the next boundary."""
-        if loss is not None:
-            return ()
-        return tuple(each for place in self._gives.places(strip) if (each := outputs[place]) is not None)
-
     def _run_strip(
         self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None
     ) -> tuple[Tensor | None, ...]:
@@ -154,12 +172,9 @@ class StageInStrips(Stage):
             for cuts, outputs in zip(image.cuts, image.outputs, strict=True)
         ]
         image.outputs = []
-        whole: list[Tensor] = []
-        for place, boundary in enumerate(self.form.outputs):
-            parts = [each for outputs in strips if (each := outputs[place]) is not None]
-            whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
+        whole = self.form.joined(strips)
         del strips
-        image.loss = gradient_edges((loss(self.form.structured(whole)),))
+        image.loss = gradient_edges((loss(whole),))
 
     def _back(self, micro_batch: int, stash: Stash, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         number, strip = divmod(micro_batch, self.form.strips)
@@ -177,7 +192,7 @@ class StageInStrips(Stage):
         found = image.sample.backward(given)
         if strip == 0:
             del self._images[number]
-        inputs = self._inputs_of(micro_batch, stash)
+        inputs: Tensors = stash.inputs
         if self.is_first:
             return (), inputs
         made = []
@@ -187,11 +202,6 @@ class StageInStrips(Stage):
                 gradient = torch.zeros(boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device)
             made.append(gradient)
         return tuple(made), inputs
-
-    def _inputs_of(self, micro_batch: int, stash: Stash) -> Tensors:
-        """Return the inputs of a strip whose backward has run."""
-        inputs: Tensors = stash.inputs
-        return inputs
 
     def _measure(
         self, image: Image, strip: int, inputs: Sequence[Tensor], loss: Loss | None, deferred: DeferredGradients | None

@@ -28,9 +28,7 @@ def memory_report(pipeline: Pipeline, profile: Path | None = None) -> dict[str, 
     Without segments peaks are predicted from the stages' measured sizes; otherwise from the file of the profile that
     the run was planned with, or a fake profile. Those of strips are predicted on fake tensors.
     """
-    if pipeline.schedule.num_strips > 1:
-        predicted = _bytes_of_strips(pipeline)
-    elif pipeline.segments is not None:
+    if pipeline.segments is not None or pipeline.schedule.num_strips > 1:
         predicted = _bytes_from_profile(pipeline, profile)
     else:
         predicted = _bytes_from_stages(pipeline)
@@ -61,20 +59,21 @@ def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
-    """Return the peak of each rank by walking its schedule over a profile; collective."""
-    spec, schedule = pipeline.spec, pipeline.schedule
+    """Return the peak of each rank by walking its schedule over a profile, or over that of its strips; collective."""
+    spec, schedule, boundaries = pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
-        plan = pipeline.plan or _kept(pipeline)
-        profile = (
-            read_document(path)
-            if path is not None and path.exists()
-            else fake_profile(
-                spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype, spec.machine
-            )
-        )
+        plan, strips = pipeline.plan or _kept(pipeline), None
+        if schedule.num_strips > 1:
+            strips = strips_of(spec, boundaries)
+            plan, profile = plan.between(range(len(boundaries))), stages_as_layers(strips)
+        elif path is not None and path.exists():
+            profile = read_document(path)
+        else:
+            size, dtype = spec.parallel.micro_batch_size, spec.train.layer_dtype
+            profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
         optimizer = OPTIMIZERS[optimizer_name(spec)]
-        walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
+        walked = (rank_timeline(profile, plan, schedule, rank, optimizer, strips) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
     return of_pipeline * spec.parallel.replicas
@@ -84,20 +83,6 @@ def _kept(pipeline: Pipeline) -> MemoryPlan:
     """Return the plan of a schedule that has none: what it moves is as large as the run says."""
     whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
     return replace(whole, least_bytes=pipeline.spec.memory.min_offload_bytes)
-
-
-def _bytes_of_strips(pipeline: Pipeline) -> tuple[int, ...]:
-    """Return the peak of each rank by walking its schedule over the strips of stages on fake tensors; collective."""
-    spec, schedule, boundaries = pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries
-    found: tuple[int, ...] | None = None
-    if pipeline.comm.rank == 0:
-        strips, stages = strips_of(spec, boundaries), range(schedule.num_stages + 1)
-        plan = (pipeline.plan or _kept(pipeline)).between(stages)
-        profile, optimizer = stages_as_layers(strips), OPTIMIZERS[optimizer_name(spec)]
-        walked = (rank_timeline(profile, plan, schedule, rank, optimizer, strips) for rank in range(schedule.num_ranks))
-        found = tuple(rank.peak_activation_bytes for rank in walked)
-    of_pipeline: tuple[int, ...] = broadcast(pipeline.comm, found)
-    return of_pipeline * spec.parallel.replicas
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:

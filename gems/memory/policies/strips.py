@@ -28,28 +28,21 @@ def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
     """
     until = time.monotonic() + budget_s
     kept = MemoryPlan.keeping(case.boundaries)
-    plan, fitting = kept, dict[int, list[MemoryPlan]]()
+    plan, fitting = kept, list[tuple[list[int], list[MemoryPlan]]]()
     for rank in range(case.schedule.num_ranks):
         stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
-        least = None
-        found = []
-        for tried in _choices(kept, stages):
-            (peak,) = case.peak_bytes(tried, [rank])
-            least = peak if least is None else min(least, peak)
-            if peak <= limit:
-                found.append(tried)
+        peaks = [(tried, next(case.peak_bytes(tried, [rank]))) for tried in _choices(kept, stages)]
+        found = [tried for tried, peak in peaks if peak <= limit]
         if not found:
-            assert least is not None
             advice = "use more strips or partitions, or a smaller micro-batch"
-            raise DoesNotFitError(f"rank {rank} under memory=plan", least, limit, advice)
-        fitting[rank] = found
+            raise DoesNotFitError(f"rank {rank} under memory=plan", min(peak for _, peak in peaks), limit, advice)
+        fitting.append((stages, found))
         plan = _with_stages(plan, min(found, key=lambda tried: case.outcome(tried).step_s), stages)
     best = case.outcome(plan).step_s
     is_better = True
     while is_better and time.monotonic() < until:
         is_better = False
-        for rank, others in fitting.items():
-            stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
+        for stages, others in fitting:
             for other in others:
                 if time.monotonic() > until:
                     break

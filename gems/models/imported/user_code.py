@@ -17,10 +17,8 @@ from gems.errors import ConfigError
 from gems.models.blocks.parts import freeze_batch_norms
 from gems.utils.targets import call_target, short_name, target_error
 
-_KEY = "model.target"
-
-
 FROZEN_BATCH = "frozen_batch"
+_KEY = "model.target"
 
 
 def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:

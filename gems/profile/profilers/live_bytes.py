@@ -19,12 +19,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from gems.autograd.convolutions import ConvolutionWatch
 from gems.models.outputs import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
@@ -188,6 +189,30 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int) -> None:
         self.live_bytes -= self._counted.pop(key, 0)
         self._references.pop(key, None)
+
+
+class SavedStorages(torch.autograd.graph.saved_tensors_hooks):
+    """Records the bytes of the storages that autograd saves inside a `with` block, by their IDs.
+
+    With a watch on convolutions `by_convolutions` are those that are saved while one runs.
+    """
+
+    def __init__(self, watch: ConvolutionWatch | None = None) -> None:
+        self.num_bytes: dict[int, int] = {}
+        self.by_convolutions: set[int] = set()
+        self._watch = watch
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        name = storage_of(tensor)
+        self.num_bytes[name] = tensor.untyped_storage().nbytes()
+        if self._watch is not None and self._watch.is_running:
+            self.by_convolutions.add(name)
+        return tensor
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
+        return self
 
 
 class AllocatedBytes:

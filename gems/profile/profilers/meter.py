@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,14 @@ from gems.profile.profilers.layer_run import (
     given_memory,
     static_tensors,
 )
-from gems.profile.profilers.live_bytes import AllocatedBytes, LiveBytes, Workspace, storage_of, unique_bytes
+from gems.profile.profilers.live_bytes import (
+    AllocatedBytes,
+    LiveBytes,
+    SavedStorages,
+    Workspace,
+    storage_of,
+    unique_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +101,9 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     known = call.static_tensors()
     names = {storage_of(tensor) for tensor in known}
     inner, products = _inner(call, names)
-    saved = _SavedMemory()
     with LiveBytes(known, workspace) as live:
         run = Run(call)
-        with _noting(saved, call):
+        with ConvolutionWatch(call.module) as watch, SavedStorages(watch) as saved:
             outputs = run.forward()
         forward_peak = live.peak_bytes
         described = _describe(outputs, run.values, saved, products)
@@ -159,32 +165,8 @@ def meter_backward(call: LayerCall, gradients: Gradients, workspace: Workspace |
     return BackwardMeter(peak_bytes, run.input_gradients({storage_of(tensor) for tensor in memory.values()}))
 
 
-@dataclass(slots=True)
-class _SavedMemory:
-    """The bytes of storages that autograd saves, and those of them that convolutions save."""
-
-    num_bytes: dict[int, int] = field(default_factory=dict)
-    by_convolutions: set[int] = field(default_factory=set)
-
-
-@contextmanager
-def _noting(saved: _SavedMemory, call: LayerCall) -> Iterator[None]:
-    """Record the storages that autograd saves of a layer inside."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        name = storage_of(tensor)
-        saved.num_bytes[name] = tensor.untyped_storage().nbytes()
-        if watch.is_running:
-            saved.by_convolutions.add(name)
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with ConvolutionWatch(call.module) as watch, hooks:
-        yield
-
-
 def _describe(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: _SavedMemory, products: set[int | None]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: SavedStorages, products: set[int | None]
 ) -> tuple[Output, ...]:
     """Return the outputs; `products` are the numbers of the storages that products gave."""
     given: dict[int, int] = {}
@@ -211,8 +193,8 @@ def _describe(
 def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
     """Return the memory that a layer makes and keeps to itself, and which memory that it passes on products gave."""
     run = Run(call)
-    saved, products = _SavedMemory(), MatmulOutputs()
-    with RecordMatmuls(products, RandomState(call.module, call.device)), _noting(saved, call):
+    products, state = MatmulOutputs(), RandomState(call.module, call.device)
+    with RecordMatmuls(products, state), ConvolutionWatch(call.module) as watch, SavedStorages(watch) as saved:
         outputs = run.forward()
     given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
     described = _describe(outputs, run.values, saved, set())

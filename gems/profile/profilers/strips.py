@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from gems.models.streaming.rules import even_ends
 from gems.profile.profilers.chain import Lab
 from gems.profile.profilers.fake import fake_lab, made_fake, on_meta
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
-from gems.profile.profilers.live_bytes import LiveBytes, storage_of, unique_bytes
+from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import StripBytes, StripProfile
 
@@ -177,9 +177,9 @@ class _Strips:
             return []
         return [
             torch.empty(each.strip_shape(earlier), dtype=each.dtype)
+            for earlier in range(strip)
             for each in self._form.outputs
             if each.ends is not None
-            for earlier in range(strip)
         ]
 
     def _forward(
@@ -197,14 +197,14 @@ class _Strips:
         ]
         kept_before = [begin(Cut(), each) if has_gradient else each for each, has_gradient in carried]
         draws = (lambda _: 0) if self._form.draws else None
-        with _Saved() as saved:
+        with SavedStorages() as saved:
             outputs, kept = self._form.forward(strip, begun, kept_before, draws, deferred)
         made = [each for each in outputs if each is not None]
-        by_loss, loss = _Saved(), None
+        by_loss, loss = SavedStorages(), None
         if self._loss is not None and self._is_last(strip):
             cuts: list[Cut] = []
             with by_loss:
-                value = self._loss(self._form.structured(self._whole(outputs, before, cuts)))
+                value = self._loss(self._whole(outputs, before, cuts))
             loss = get_gradient_edge(value), cuts
         static = set(self._form.static_carries(strip))
         left = [each.detach().clone() for place, each in enumerate(kept) if place not in static]
@@ -216,21 +216,19 @@ class _Strips:
         num_received = 0 if self._loss is not None else sum(each.requires_grad for each in made)
         return _Forward(saved.num_bytes, by_loss.num_bytes, made, kept, left, edges, num_received, loss)
 
-    def _whole(self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]) -> list[Tensor]:
+    def _whole(self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]) -> Any:
         """Return what the loss is given: the rows of all strips, whose gradients arrive at `cuts`."""
 
-        def cut(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or not tensor.is_floating_point():
                 return tensor
             cuts.append(Cut())
             return begin(cuts[-1], tensor.detach())
 
-        earlier, whole = iter(before), []
-        for boundary, made in zip(self._form.outputs, outputs, strict=True):
-            assert made is not None
-            parts = [] if boundary.ends is None else [cut(next(earlier)) for _ in range(self._form.strips - 1)]
-            whole.append(torch.cat([*parts, cut(made)], boundary.dim) if parts else cut(made))
-        return whole
+        made = iter(before)
+        earlier = [[cut(next(made)) if each.ends is not None else None for each in self._form.outputs]
+                   for _ in range(self._form.strips - 1)]  # fmt: skip
+        return self._form.joined([*earlier, [cut(each) for each in outputs]])
 
     def _backward(self, made: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
         """Run backward from all ends; return its peak beyond what is saved, and the gradients that were received."""
@@ -248,22 +246,6 @@ class _Strips:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], gradients)
         return live.peak_bytes - start, gradients[:num_received]
-
-
-class _Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Records the bytes of the storages that autograd saves inside."""
-
-    def __init__(self) -> None:
-        self.num_bytes: dict[int, int] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.num_bytes[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    def __enter__(self) -> Self:  # type: ignore[override]
-        super().__enter__()
-        return self
 
 
 def _float_bytes(tensors: Iterable[Tensor]) -> int:
