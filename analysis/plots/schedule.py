@@ -14,7 +14,7 @@ from analysis.plots.figure import check_picture_path, save_figure
 from analysis.plots.timeline import MAX_LANES, lanes_figure
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Kind
-from gems.schedule.costs import SegmentCosts, StageCosts, uniform
+from gems.schedule.costs import STRIP_LOADS, SegmentCosts, StageCosts, uniform
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only
@@ -75,11 +75,12 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
         return schedule, uniform(schedule.num_ranks, schedule.num_stages)
     try:
         segments = tuple(tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ()))
-        by_stage = {name: tuple(map(float, values)) for name, values in given.items()}
-        costs = StageCosts(**by_stage, segments=segments)
+        loads = tuple(tuple(map(float, of_stage)) for of_stage in given.pop(STRIP_LOADS, ()))
+        by_stage: dict[str, Any] = {name: tuple(map(float, values)) for name, values in given.items()}
+        costs = StageCosts(**by_stage, segments=segments, strip_loads=loads)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError("costs", path, f"are not costs of stages ({error})") from error
-    lengths = {len(getattr(costs, field.name)) for field in fields(costs) if field.name != "segments"}
+    lengths = {len(value) for field in fields(costs) if (value := getattr(costs, field.name))}
     if lengths != {schedule.num_stages}:
         raise ConfigError("costs", path, f"must have {schedule.num_stages} entries each, one a stage")
     return schedule, costs

@@ -13,7 +13,7 @@ from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
 from gems.schedule import CAPPED, FAMILIES, PLACED
-from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES
+from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
@@ -88,18 +88,21 @@ def check_stages(stages: Mapping[str, object]) -> None:
         ConfigError: they are not.
     """
     needed = ("forward", "input_grad", "weight_grad", "activation")
-    allowed = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")
+    allowed = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes", STRIP_LOADS)
     lengths = {name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()}
     for name, values in stages.items():
         key = f"cost.stages.{name}"
         numbers = values if isinstance(values, list) else []
+        is_long = len(numbers) == lengths.get("forward")
+        if name == STRIP_LOADS:
+            numbers = [value for of_stage in numbers for value in (of_stage if isinstance(of_stage, list) else [None])]
         is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
         _refuse_first([
             (name not in allowed, key, values, one_of(allowed), ""),
             (not numbers, key, values, "must be a list of numbers, one for each stage", ""),
             (not is_number or any(not 0 <= value < math.inf for value in numbers), key, values,
              "must hold numbers of 0 or more", ""),
-            (len(numbers) != lengths.get("forward"), key, f"of {len(numbers)} stages",
+            (not is_long, key, f"of {lengths[name]} stages",
              f"must be as long as cost.stages.forward, of {lengths.get('forward', 0)}", ""),
         ])  # fmt: skip
     missing = [name for name in needed if name not in stages] if stages else []

@@ -181,6 +181,10 @@ class ParallelConfig:
     )
     micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
     strips: int = number(1, "strips of rows in which a micro-batch runs, one after the other", min=1, max=2**12)
+    min_strip_positions: int = number(
+        256, "rows x columns x samples of a map that a convolution or linear layer takes at least: it waits for strips "
+        "until there are so many; 1: it runs in each strip", min=1, max=2**31,
+    )  # fmt: skip
     boundaries: list[int] | None = number(
         None, "first layer of each stage and the number of layers, rising from 0; null: by partition="
     )

@@ -5,17 +5,19 @@ Under strips a segment is a stage: what becomes of a strip of it becomes of all 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from operator import mul
 from typing import NamedTuple
 
 from gems.memory.model import Counts
 from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.model_profile import TIMES, Saved
-from gems.profile.strip_profile import StripBytes, StripProfile
+from gems.profile.strip_profile import STRIP_SHARES, StripBytes, StripProfile
 from gems.schedule.action import Action, Kind
 
 _PEAKS = {Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak"}
@@ -152,7 +154,20 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
     given = sum(strip.given for strip in strips.stages[0]) // num
     if profile is None:
         return ModelProfile("", 0, 0, 1, "", "", "fake", tuple(stages), given)
-    return replace(profile, layers=tuple(stages), input_bytes=given)
+    facts = {**profile.facts, STRIP_SHARES: strip_shares(profile, strips.boundaries)}
+    return replace(profile, layers=tuple(stages), input_bytes=given, facts=facts)
+
+
+def strip_shares(profile: ModelProfile, boundaries: Sequence[int]) -> list[list[float]]:
+    """Return how much of the work of each stage is in each strip; nothing of a profile that does not say so."""
+    shares, found = profile.facts.get(STRIP_SHARES, ()), []
+    if len(shares) != profile.num_layers:
+        return []
+    for first, end in pairwise(boundaries):
+        times = [max(layer.time_s, sys.float_info.min) for layer in profile.layers[first:end]]
+        by_strip = zip(*shares[first:end], strict=True)
+        found.append([sum(map(mul, times, of_strip)) / sum(times) for of_strip in by_strip])
+    return found
 
 
 def _means(strips: Sequence[StripBytes], name: str) -> tuple[int, ...]:

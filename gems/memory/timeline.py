@@ -12,7 +12,7 @@ from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan, Segment
 from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
-from gems.memory.strips import BetweenStrips, boundary_sizes, strip_states
+from gems.memory.strips import BetweenStrips, boundary_sizes, strip_shares, strip_states
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.strip_profile import StripProfile
@@ -281,8 +281,10 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
     stages = [spans.profile.layers[first:end] for first, end in cuts]
     given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
     times: dict[str, Any] = {name: tuple(_sum(stage, f"{name}_s") for stage in stages) for name in _TIMES}
+    loads = tuple(tuple(share * len(each) for share in each) for each in strip_shares(spans.profile, boundaries))
     return StageCosts(
         **times,
+        strip_loads=loads,
         activation=tuple(float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)),
         held_for_weights=tuple(
             float(spans.held_for_weights[cut]) + more for cut, more in zip(cuts, given, strict=True)

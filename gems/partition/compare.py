@@ -13,6 +13,7 @@ from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition
 from gems.schedule.costs import FREE, Network
 from gems.schedule.simulate import simulate
+from gems.schedule.strips import strip_costs
 
 PLAIN = "exact_plain"
 
@@ -33,7 +34,7 @@ class EvaluatedPartition:
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition on a network, in seconds."""
-    costs = stage_costs(case.spans, partition.boundaries)
+    costs = strip_costs(stage_costs(case.spans, partition.boundaries), case.schedule.num_strips)
     step = simulate(case.schedule, costs, network)
     return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
 

@@ -22,7 +22,7 @@ from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import TIMES, ModelProfile
 from gems.profile.pace import RunPace
-from gems.profile.strip_profile import StripProfile
+from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.targets import source_of
 
@@ -31,8 +31,8 @@ DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER, OPERATORS_TAKER, STRIPS_TAKER = (
-    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips")
+TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER = (
+    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips", "strip_work")
 )  # fmt: skip
 _SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
 # the keys of the configuration that a profile depends on beside its subject
@@ -40,6 +40,7 @@ _ON_FAKE = (
     "machine.name", "machine.device", "machine.float64_flops_per_s", "machine.flops_per_s",
     "machine.bfloat16_flops_per_s", "machine.memory_bytes_per_s", "machine.efficiency", "profile.whole_model_peak",
 )  # fmt: skip
+_ON_STRIPS = ("parallel.strips", "parallel.min_strip_positions", "parallel.boundaries", "machine.device")
 _ON_DEVICE = ("machine.device", "machine.threads_per_rank", "profile.repetitions")
 _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "parallel.partitions")
 
@@ -105,24 +106,38 @@ def profile_of(spec: RunSpec) -> ModelProfile:
 
 
 def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
-    """Return a profile with the times that layers take for an image of a strip's rows, times the strips in an image.
+    """Return a profile with the times of layers that run on strips, and how much of them is in each strip.
 
-    Strips thinner than what the model shrinks to one row count as so thick. An image that the model does not take so
-    short leaves the profile as it is.
+    A layer takes the time that it takes for an image of the rows of the strips that it takes at once, as often as there
+    are so many. Strips thinner than what the model shrinks to one row count as so thick. Where the model does not take
+    an image so short, or has no streaming form, times stay.
     """
+    try:
+        work = strip_work_of(spec)
+    except ConfigError:
+        return profile
     height, stride = spec.data.height_px, stride_of(spec.model)
-    rows = max(stride, -(-height // spec.parallel.strips // stride) * stride)
+    by_rows: dict[int, ModelProfile] = {}
+    layers = []
+    for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
+        rows = max(stride, -(-height * of_layer.at_once // spec.parallel.strips // stride) * stride)
+        if rows < height and rows not in by_rows:
+            by_rows[rows] = _shorter(spec, profile, rows)
+        timed = by_rows[rows].layers[number] if rows < height else layer
+        share = height / rows if timed is not layer else 1.0
+        times = {name: getattr(timed, name) * share for name in TIMES}
+        layers.append(replace(layer, **times))
+    shares = [list(of_layer.shares) for of_layer in work.layers]
+    return replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
+
+
+def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
+    """Return the profile of an image of so many rows, or the given one where the model does not take it."""
     try:
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=rows)))
     except ConfigError:
         return profile
-    if [layer.name for layer in short.layers] != [layer.name for layer in profile.layers]:
-        return profile
-    layers = (
-        replace(layer, **{name: getattr(strip, name) * height / rows for name in TIMES})
-        for layer, strip in zip(profile.layers, short.layers, strict=True)
-    )
-    return replace(profile, layers=tuple(layers))
+    return short if [layer.name for layer in short.layers] == [layer.name for layer in profile.layers] else profile
 
 
 def known_pace(spec: RunSpec) -> RunPace | None:
@@ -229,14 +244,23 @@ def strips_of(spec: RunSpec, boundaries: Sequence[int]) -> StripProfile:
         ConfigError: a layer that needs the whole image, or as `take_profile`.
     """
     cut = replace(spec, parallel=replace(spec.parallel, boundaries=list(boundaries)))
-    known = {
-        **subject_of(spec), "strips": spec.parallel.strips, "boundaries": list(boundaries), "profiler": PROFILER,
-        "device": spec.machine.device, **versions(),
-    }  # fmt: skip
-    key = json.dumps(known, sort_keys=True, default=str)
-    return StripProfile.from_json(
-        cached(spec.cache_dir, "strips", key, lambda: take_profile(cut, STRIPS_TAKER, "stages"))
-    )
+    return StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
+
+
+def strip_work_of(spec: RunSpec) -> StripWork:
+    """Return how much of each layer of a resolved run is in each strip, from the cache or taken now.
+
+    Raises:
+        ConfigError: as `strips_of`.
+    """
+    parallel = replace(spec.parallel, boundaries=None)  # the same wherever it is cut
+    return StripWork.from_json(_strips_taken(replace(spec, parallel=parallel), STRIP_WORK_TAKER, "layers"))
+
+
+def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
+    known = {**subject_of(spec), **_values(spec, _ON_STRIPS), "profiler": PROFILER, **versions()}
+    key = json.dumps([taker, known], sort_keys=True, default=str)
+    return cached(spec.cache_dir, "strips", key, lambda: take_profile(spec, taker, wanted))
 
 
 def take_in_this_process() -> None:
@@ -249,7 +273,7 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
 
     A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
     """
-    is_strips = taker == STRIPS_TAKER
+    is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER)
     what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"
     print(f"gems: taking the {what} ...", file=sys.stderr, flush=True)
     if "torch" in sys.modules and (is_strips or spec.profile.name == "fake"):

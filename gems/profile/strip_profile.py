@@ -1,4 +1,4 @@
-"""What the stages of a model keep of each strip of an image, as plain data: the bytes behind predictions in strips."""
+"""What the stages of a model keep and its layers do in each strip of an image, as plain data behind predictions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SCHEMA = "gems.strips/1"
+WORK_SCHEMA = "gems.strip_work/1"
+STRIP_SHARES = "strip_shares"  # fact of a profile: how much of the work of each layer is in each strip
 Sizes = tuple[int, ...]  # bytes of storages
 
 
@@ -89,3 +91,27 @@ class StripProfile:
 
         stages = tuple(tuple(map(read, stage)) for stage in document["stages"])
         return cls(tuple(document["boundaries"]), stages)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """The shares of a layer's work in each strip, in all 1, and how many strips its largest operation takes at once."""
+
+    at_once: int
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StripWork:
+    """The work of each layer of a model by strip."""
+
+    layers: tuple[LayerWork, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document of the cache."""
+        return {"schema": WORK_SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> StripWork:
+        """Read a document of `to_json`."""
+        return cls(tuple(LayerWork(entry["at_once"], tuple(entry["shares"])) for entry in document["layers"]))

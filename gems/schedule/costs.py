@@ -51,11 +51,13 @@ _SEGMENT_FIELDS = {
 _FIELDS = {
     **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.REDUCE_GRAD: "reduce", Kind.STEP: "step",
 }  # fmt: skip
+_BY_STRIP = frozenset({Kind.F, Kind.R, _B, _I, Kind.W})
 
 
 # the fields of `StageCosts` that each stage has, by their unit; beside them there are bytes between stages
 STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy", "split")
 STAGE_SIZES = ("activation", "movable", "held_for_weights", "boundary")
+STRIP_LOADS = "strip_loads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class StageCosts:
     host memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. A whole backward
     takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` and `step` are
     the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of `reduce` in
-    which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
+    which the links between nodes are full. `segments` has the parts of each stage that runs in segments. Where strips
+    differ, `strip_loads` has for each stage how much longer than the mean each strip takes.
     """
 
     forward: tuple[float, ...]
@@ -85,6 +88,7 @@ class StageCosts:
     step: tuple[float, ...] = ()
     split: tuple[float, ...] = ()
     segments: tuple[tuple[SegmentCosts, ...], ...] = ()
+    strip_loads: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         none = (0.0,) * len(self.forward)
@@ -124,6 +128,12 @@ class StageCosts:
 
     def time(self, action: Action) -> float:
         """Return the time of an action on its rank or copy engine; transfers take none here."""
+        if self.strip_loads and action.kind in _BY_STRIP and action.micro_batch is not None:
+            loads = self.strip_loads[action.stage]
+            return loads[action.micro_batch % len(loads)] * self._mean_time(action)
+        return self._mean_time(action)
+
+    def _mean_time(self, action: Action) -> float:
         kind, stage, _, _, segment = action
         if segment is not None:
             is_transfer = kind in SEND_KINDS or kind in RECV_KINDS

@@ -62,7 +62,9 @@ def _strips_of(row: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
 
 
 def strip_costs(costs: StageCosts, num_strips: int) -> StageCosts:
-    """Return the costs of one of equal strips, from those of a whole micro-batch."""
+    """Return the costs of a strip, the mean of all, from those of a whole micro-batch."""
+    if costs.strip_loads and len(costs.strip_loads[0]) != num_strips:
+        costs = replace(costs, strip_loads=())
     if num_strips == 1:
         return costs
     shares = {

@@ -12,7 +12,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
-from gems.schedule.costs import DepthCosts, Network, StageCosts
+from gems.schedule.costs import STRIP_LOADS, DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace, Simulation, rank_times, simulate
@@ -39,7 +39,8 @@ def depth_costs(run: RunSpec) -> DepthCosts:
 
 
 def _given_stages(stages: Mapping[str, Any]) -> StageCosts:
-    given: dict[str, Any] = {name: tuple(map(float, values)) for name, values in stages.items()}
+    given: dict[str, Any] = {name: tuple(map(float, values)) for name, values in stages.items() if name != STRIP_LOADS}
+    given[STRIP_LOADS] = tuple(tuple(map(float, loads)) for loads in stages.get(STRIP_LOADS, ()))
     return StageCosts(**given)
 
 

@@ -20,6 +20,7 @@ DTYPE = torch.float64
 TOLERANCE = 1e-12
 Layers = Sequence[tuple[str, nn.Module]]
 Traces = dict[tuple[int, int], Trace]
+Case = tuple[tuple[int, ...], int] | tuple[tuple[int, ...], int, int]
 
 
 class Function(nn.Module):
@@ -60,7 +61,12 @@ def run_whole(layers: Layers, image: Tensor) -> tuple[Tensor, ...]:
 
 
 def cut_stages(
-    layers: Layers, image: Tensor, ends: tuple[int, ...], num_stages: int = 1, traces: Traces | None = None
+    layers: Layers,
+    image: Tensor,
+    ends: tuple[int, ...],
+    num_stages: int = 1,
+    traces: Traces | None = None,
+    min_positions: int = 1,
 ) -> list[StripStage]:
     """Return the layers as stages, each of which takes what the one before gives; `traces` are made once."""
     traces = {} if traces is None else traces
@@ -70,16 +76,16 @@ def cut_stages(
     for first, last in pairwise(cuts):
         if (first, last) not in traces:
             traces[first, last] = trace_stage(layers[first:last], boundaries, len(ends))
-        stages.append(StripStage(traces[first, last], boundaries, len(ends)))
+        stages.append(StripStage(traces[first, last], boundaries, len(ends), min_positions))
         boundaries = stages[-1].outputs
     return stages
 
 
-def error(layers: Layers, image: Tensor, cases: Sequence[tuple[tuple[int, ...], int]], draws: Any = None) -> float:
+def error(layers: Layers, image: Tensor, cases: Sequence[Case], draws: Any = None) -> float:
     """Return the largest relative error of outputs and of gradients of image and parameters.
 
-    Each case has the ends of strips and a number of stages. Shapes of outputs and of what is kept are compared with
-    those that were planned.
+    Each case has the ends of strips, a number of stages and perhaps the least positions of a strip. Shapes of outputs
+    and of what is kept are compared with those that were planned.
     """
     parameters = [parameter for _, module in layers for parameter in module.parameters()]
     leaf = image.clone().requires_grad_()
@@ -89,10 +95,10 @@ def error(layers: Layers, image: Tensor, cases: Sequence[tuple[tuple[int, ...], 
     expected = [parameter.grad for parameter in parameters]
     traces: Traces = {}
     errors = []
-    for ends, num_stages in cases:
+    for ends, num_stages, *least in cases:
         for parameter in parameters:
             parameter.grad = None
-        stages = cut_stages(layers, image, ends, num_stages, traces)
+        stages = cut_stages(layers, image, ends, num_stages, traces, *least)
         outputs, found = run_strips(stages, image, ends, given, draws)
         errors += [relative(output, whole) for output, whole in zip(outputs, wanted, strict=True)]
         errors.append(relative(found, leaf.grad))

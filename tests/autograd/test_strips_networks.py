@@ -89,12 +89,13 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_strips_equal_the_whole_image(name: str) -> None:
-    """Four counts of strips, of which the height is no multiple, in one stage and in three."""
+    """Four counts of strips, of which the height is no multiple, in one stage and in three; some layers wait."""
     torch.manual_seed(0)
     make, height, width = NETWORKS[name]
     image = torch.randn(1, 3, height, width, dtype=DTYPE)
     layers = make(image)
-    cases = [(even_ends(height, strips), num_stages) for strips, num_stages in zip(COUNTS, (1, 3, 3, 1), strict=True)]
+    ways = zip(COUNTS, (1, 3, 3, 1), (1, 64, 16, 16), strict=True)
+    cases = [(even_ends(height, strips), num_stages, least) for strips, num_stages, least in ways]
     assert error(layers, image, cases) <= TOLERANCE
 
 
@@ -103,6 +104,20 @@ def test_strips_of_any_height_and_more_of_them_than_rows_of_deep_layers() -> Non
     image = torch.randn(2, 3, 40, 32, dtype=DTYPE)
     layers = zoo(replace(SMALL, name="resnet_imagenet", depth=18), 40, 32)
     assert error(layers, image, [((1, 2, 9, 10, 39, 40), 2), (tuple(range(1, 41)), 2)]) <= TOLERANCE
+
+
+def test_thin_layers_wait_for_more_strips() -> None:
+    """The last map has a position in each of 8 strips."""
+    image = torch.randn(1, 3, 128, 64, dtype=DTYPE)
+    layers = zoo(replace(SMALL, name="resnet_imagenet", depth=18), 128, 64)
+    ends = even_ends(128, 8)
+    for least, wanted in ((1, 1), (4, 4), (16, 8)):
+        (stage,) = cut_stages(layers, image, ends, min_positions=least)
+        last = [(at_once, made) for name, at_once, made in stage.work() if name.startswith("stage4") and at_once > 1]
+        assert {at_once for at_once, _ in last} == ({wanted} if wanted > 1 else set())
+        for at_once, made in last:
+            assert all(not made[strip] for strip in range(7) if (strip + 1) % at_once)
+            assert sum(made)
 
 
 @pytest.mark.parametrize(("name", "most"), [("resnet50", 1.12), ("vgg16", 1.12), ("convnext", 1.12)])

@@ -140,13 +140,15 @@ if "toy_tuples" not in MODELS:
 
 
 def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int = 1, **changes) -> RunSpec:
-    """A resolved run of a small network; `section__key=value` changes a field."""
+    """A resolved run of a small network; `section__key=value` changes a field. Small maps run in each strip."""
     spec = RunSpec(
         model=ModelConfig(depth=8, width=4),
         data=DataConfig(
             name="synthetic", height_px=12, width_px=8, num_classes=3, train_samples=64, validation_samples=8
         ),
-        parallel=ParallelConfig(partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4),
+        parallel=ParallelConfig(
+            partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4, min_strip_positions=1
+        ),
         schedule=ScheduleConfig(schedule),
         partition=PartitionConfig("even"),
         train=TrainConfig(steps=2, hang_timeout_s=100),

@@ -50,25 +50,26 @@ MODELS = {
     ),
 }  # fmt: skip
 CAPPED = {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}
+WAITING = {"parallel__min_strip_positions": 32}  # thin layers take several strips at once
 RUNS = [
     ("frozen", "layer_parallel", 1, 1, 2, 37, {}),
     ("frozen", "1f1b", 2, 2, 3, 37, {}),
-    ("frozen", "zb_h1", 4, 1, 7, 41, {}),
+    ("frozen", "zb_h1", 4, 1, 7, 41, WAITING),
     ("frozen", "capped", 4, 1, 3, 40, CAPPED),
     ("standardised", "zb_h1", 2, 1, 3, 37, {}),
     ("standardised", "gems_master", 2, 2, 7, 37, {}),
-    ("resnet", "gems_master", 4, 1, 3, 20, {}),
+    ("resnet", "gems_master", 4, 1, 3, 20, WAITING),
     ("resnet", "zb_v", 2, 2, 2, 19, {}),
     ("resnet", "interleaved_1f1b", 2, 1, 7, 23, {}),
     ("nf_resnet", "zb_h1", 2, 2, 3, 21, {}),
     ("vgg", "capped", 2, 1, 2, 37, CAPPED),
-    ("alexnet", "1f1b", 4, 1, 2, 79, {}),
-    ("convnext", "gems_master", 2, 2, 3, 67, {}),
-    ("unet", "1f1b", 1, 1, 7, 20, {}),
+    ("alexnet", "1f1b", 4, 1, 2, 79, WAITING),
+    ("convnext", "gems_master", 2, 2, 3, 67, WAITING),
+    ("unet", "1f1b", 1, 1, 7, 20, WAITING),
     ("plain unet", "zb_h1", 4, 1, 3, 28, {}),
     ("unet", "gems_master", 2, 2, 2, 20, {}),
-    ("unet", "capped", 2, 1, 3, 20, CAPPED),
-    ("dilated", "1f1b", 2, 2, 3, 22, {}),
+    ("unet", "capped", 2, 1, 3, 20, {**CAPPED, **WAITING}),
+    ("dilated", "1f1b", 2, 2, 3, 22, WAITING),
     ("dilated", "zb_h1", 4, 1, 7, 22, {}),
     ("two outputs", "zb_h1", 2, 1, 3, 22, {}),
     ("two outputs", "gems_master", 2, 1, 7, 22, {}),
@@ -103,12 +104,14 @@ POLICIES = {
         "memory__name": "recompute", "memory__recompute": "strip", "memory__offload_inputs": True,
         "memory__min_offload_bytes": 0,
     },
+    "recompute, thin layers wait": {"memory__name": "recompute", "memory__recompute": "strip", **WAITING},
     "vdnn_all": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0},
+    "vdnn_all, thin layers wait": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0, **WAITING},
     "vdnn_all of large storages": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 1000},
 }  # fmt: skip
 STORED = [
     ("frozen", "1f1b", 2, 2, 3, 37, "recompute"),
-    ("standardised", "zb_h1", 2, 1, 3, 37, "recompute"),
+    ("standardised", "zb_h1", 2, 1, 3, 37, "recompute, thin layers wait"),
     ("standardised", "gems_master", 2, 1, 7, 37, "vdnn_all"),
     ("resnet", "zb_v", 2, 1, 2, 19, "recompute, inputs leave"),
     ("vgg", "1f1b", 1, 1, 2, 37, "recompute"),
@@ -116,7 +119,7 @@ STORED = [
     ("plain unet", "zb_h1", 4, 1, 3, 28, "recompute"),
     ("plain unet", "1f1b", 2, 1, 2, 20, "vdnn_all of large storages"),
     ("two outputs", "zb_h1", 2, 1, 3, 22, "recompute"),
-    ("two outputs", "1f1b", 2, 1, 7, 22, "vdnn_all"),
+    ("two outputs", "1f1b", 2, 1, 7, 22, "vdnn_all, thin layers wait"),
 ]
 
 

@@ -18,12 +18,13 @@ from gems.profile import ModelProfile, store
 from gems.profile.pace import RunPace
 from gems.profile.profilers.take import take
 from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, profile_of, versions
+from gems.profile.strip_profile import STRIP_SHARES
 
 
 def spec_of(**changes: object) -> RunSpec:
     data = DataConfig(name="synthetic", height_px=32, width_px=32, train_samples=64)
     plain = RunSpec(
-        model=ModelConfig(depth=8),
+        model=ModelConfig(depth=8, norm="none"),
         data=data,
         parallel=ParallelConfig(micro_batch_size=2),
         machine=MachineConfig(device="cpu"),
@@ -220,9 +221,13 @@ def test_the_caller_loads_no_torch() -> None:
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")
 
 
+def in_strips(strips: int, min_positions: int = 1) -> ParallelConfig:
+    return ParallelConfig(micro_batch_size=2, strips=strips, min_strip_positions=min_positions)
+
+
 class TestStrips:
     def test_times_are_those_of_as_many_short_images(self, tmp_path: Path) -> None:
-        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=4))
+        spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
         found, whole = profile_of(spec), profile_alone(spec)
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=8)))
         assert [layer.time_s for layer in found.layers] == pytest.approx([4 * layer.time_s for layer in short.layers])
@@ -230,12 +235,12 @@ class TestStrips:
         assert [layer.kept_bytes for layer in found.layers] == [layer.kept_bytes for layer in whole.layers]
 
     def test_none_is_thinner_than_a_row_of_the_last_map(self, tmp_path: Path) -> None:
-        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=32))
+        spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(32))
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=4)))
         assert profile_of(spec).layers[1].forward_s == pytest.approx(8 * short.layers[1].forward_s)
 
     def test_an_image_that_is_too_short_changes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        spec = spec_of(cache_dir=str(tmp_path), parallel=ParallelConfig(micro_batch_size=2, strips=4))
+        spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4))
         whole = profile_alone(spec)
 
         def alone(asked: RunSpec) -> ModelProfile:
@@ -244,4 +249,12 @@ class TestStrips:
             return whole
 
         monkeypatch.setattr(store, "profile_alone", alone)
-        assert profile_of(spec) == whole
+        found = profile_of(spec)
+        assert [layer.time_s for layer in found.layers] == [layer.time_s for layer in whole.layers]
+
+    def test_a_layer_that_waits_for_more_strips_has_the_time_of_their_rows(self, tmp_path: Path) -> None:
+        spec = spec_of(cache_dir=str(tmp_path), parallel=in_strips(4, 10**6))
+        whole, found = profile_alone(spec), profile_of(spec)
+        assert found.layers[0].time_s == whole.layers[0].time_s, "it takes the whole image at once"
+        assert found.facts[STRIP_SHARES][0] == pytest.approx([0, 0, 0, 1])
+        assert ModelProfile.from_json(json.loads(json.dumps(found.to_json()))) == found

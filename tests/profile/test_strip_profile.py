@@ -11,6 +11,7 @@ from gems.autograd.strips.stage import StripStage
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.strip_work import take as take_work
 from gems.profile.profilers.strips import take
 from gems.profile.strip_profile import StripProfile
 from tests.engine.toys import make_spec
@@ -31,8 +32,9 @@ NETWORKS = {
 def cut_spec(name: str, strips: int, height: int) -> RunSpec:
     model, data, cuts = NETWORKS[name]
     spec = make_spec(
-        "1f1b", 2, model=ModelConfig(**model), data=DataConfig(**data, height_px=height), parallel__strips=strips
-    )
+        "1f1b", 2, model=ModelConfig(**model), data=DataConfig(**data, height_px=height), parallel__strips=strips,
+        parallel__min_strip_positions=1,
+    )  # fmt: skip
     return replace(spec, parallel=replace(spec.parallel, boundaries=cuts))
 
 
@@ -77,3 +79,17 @@ def test_a_layer_that_needs_the_whole_image_is_named() -> None:
     spec = cut_spec("resnet", 3, 96)
     with pytest.raises(ConfigError, match=r"layer stem.* needs statistics of the whole image"):
         take(replace(spec, model=replace(spec.model, norm="batch")))
+
+
+def test_the_work_of_layers_by_strip() -> None:
+    """Deep layers lag behind, and catch up in the last strip; the head is there alone."""
+    spec = cut_spec("resnet", 4, 96)
+    parallel = [replace(spec.parallel, min_strip_positions=least) for least in (1, 100)]
+    fine, coarse = (take_work(replace(spec, parallel=each)).layers for each in parallel)
+    for layers in (fine, coarse):
+        assert all(sum(layer.shares) == pytest.approx(1) for layer in layers)
+        assert [layer.shares[0] for layer in layers] == sorted((layer.shares[0] for layer in layers), reverse=True)
+        assert layers[-1].shares == (0, 0, 0, 1)
+    assert {layer.at_once for layer in fine} == {1} and coarse[0].at_once == 1
+    deepest = coarse[9]
+    assert deepest.at_once == 4 and deepest.shares == (0, 0, 0, 1)

@@ -8,6 +8,7 @@ import pytest
 
 from gems.schedule.action import Action
 from gems.schedule.costs import DepthCosts, Network, StageCosts, uniform
+from gems.schedule.strips import strip_costs
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 8, 49])
@@ -30,6 +31,16 @@ def test_depth_is_cut_where_the_stages_are() -> None:
     assert costs.stages(1).forward == (2.0,) and costs.stages(1).activation == (1.25,)
     third = 2 / 3
     assert costs.stages(3).forward == pytest.approx((3 * third / 2, third, third / 2))
+
+
+def test_strips_take_more_or_less_than_the_mean() -> None:
+    """Two stages, two strips: compute follows the loads of its stage and strip, all else does not."""
+    one = (1.0, 1.0)
+    costs = StageCosts(one, (2.0, 2.0), one, one, copy=one, reduce=one, strip_loads=((0.5, 1.5), (0.0, 2.0)))
+    words = ["0F0", "0F1", "0F2", "1I2", "1I3", "1B5", "0W1", "0R0", "0OFFLOAD1", "0REDUCE_GRAD"]
+    assert [costs.time(Action.parse(word)) for word in words] == [0.5, 1.5, 0.5, 0, 4, 6, 1.5, 0.5, 1, 1]
+    assert strip_costs(costs, 2).strip_loads == costs.strip_loads
+    assert strip_costs(costs, 1).strip_loads == strip_costs(costs, 4).strip_loads == ()
 
 
 def test_time_of_each_action() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -72,6 +72,35 @@ class Known:
         """Raise ConfigError for a step that cannot run by rows."""
         where = f"layer {step.name} ({step.kind}: {step.operation})"
         raise ConfigError(KEY, self.strips, f"{where} {why}", f"set {advice}{' or ' if advice else ''}{KEY}=1")
+
+
+def products(operation: Operation, infos: Sequence[Info]) -> int:
+    """Return how often an operation multiplies a value with a weight for each value that it gives, at least 1."""
+    if operation.step.operation not in _PRODUCTS:
+        return 1
+    weight = arguments(operation.step)["weight"]
+    tensor = infos[weight.number].value if isinstance(weight, Ref) else weight.get()
+    channels = operation.info.value.shape[_PRODUCTS[operation.step.operation]]
+    return max(1, int(tensor.numel() // channels))
+
+
+def strips_at_once(operation: Operation, infos: Sequence[Info], strips: int, min_positions: int) -> int:
+    """Return how many strips an operation takes at once: thin ones would read its weights once for few positions.
+
+    It is a power of two, so that what takes several takes those that the operation before has taken.
+    """
+    name, count = operation.step.operation, 1
+    if name not in _PRODUCTS or operation.info.kind != ROWS:
+        return count
+    shape = operation.info.value.shape
+    positions = operation.info.value.numel() / shape[_PRODUCTS[name]]
+    while count < strips and positions * count < min_positions * strips:
+        count *= 2
+    return min(count, strips)
+
+
+# what multiplies with weights, and the dimension of its channels
+_PRODUCTS = {"conv2d": 1, "conv_transpose2d": 1, "linear": -1}
 
 
 def refs(step: Step) -> list[Ref]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.kernels import drop_rows
 from gems.autograd.strips.lower import draws_numbers, lower
-from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known
+from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known, products, strips_at_once
 from gems.autograd.strips.run import Draws, Network, StripRun
 from gems.autograd.strips.trace import KEY, Trace, trace
 from gems.errors import ConfigError
@@ -68,9 +69,16 @@ class StripStage:
     """
 
     def __init__(
-        self, layers: Sequence[tuple[str, nn.Module]] | Trace, inputs: Sequence[Boundary], strips: int
+        self,
+        layers: Sequence[tuple[str, nn.Module]] | Trace,
+        inputs: Sequence[Boundary],
+        strips: int,
+        min_positions: int = 1,
     ) -> None:
         """Trace the named layers, or take what `trace_stage` has made of them, and plan the rows of all strips.
+
+        A convolution or linear layer whose map has less than `min_positions` (rows x columns x images) in a strip waits
+        for more strips, and takes them at once.
 
         Raises:
             ConfigError: a layer needs the whole image, or has an operation that nothing is known of.
@@ -81,6 +89,7 @@ class StripStage:
         operations = tuple(lower(known, step) for step in traced.steps)
         self.strips, self._structure = strips, traced.structure
         rows: dict[int, int] = {}
+        self._at_once: dict[int, int] = {}
         values: list[RowValue] = []
         for number, boundary in enumerate(inputs):
             if boundary.ends is not None:
@@ -92,7 +101,8 @@ class StripStage:
                 reads = tuple(rows[read] for read in operation.reads)
                 height = 1 if operation.info.kind == WHOLE else operation.info.height
                 flags = operation.is_summed, operation.has_zeros, operation.is_late
-                values.append(RowValue(height, (), operation.rule, reads, *flags))
+                at_once = self._at_once[number] = strips_at_once(operation, known.infos, strips, min_positions)
+                values.append(RowValue(height, (), operation.rule, reads, *flags, at_once))
         plan = plan_rows(values, strips)
         self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
@@ -107,6 +117,20 @@ class StripStage:
         """Return a key that is equal for strips whose operations have equal shapes."""
         before = self.carries(strip - 1) if strip else ()
         return before, self.carries(strip), self._network.plan.shapes_of(strip)
+
+    def work(self) -> Iterator[tuple[str, int, list[int]]]:
+        """Yield of each operation its module's name, how many strips it takes at once, and its products in each."""
+        network = self._network
+        for number, row in network.rows.items():
+            if number < network.num_inputs:
+                continue
+            operation = network.operations[number - network.num_inputs]
+            values = operation.info.value if isinstance(operation.info.value, Tensor) else operation.info.value[0]
+            height = 1 if operation.info.kind == WHOLE else operation.info.height
+            of_row = values.numel() // max(1, height) * products(operation, network.infos)
+            ends = (0, *network.plan.ends[row])
+            made = [of_row * (end - begin) for begin, end in pairwise(ends)]
+            yield operation.step.name, self._at_once[number], made
 
     def static_carries(self, strip: int) -> list[int]:
         """Return which of `carries` weights alone determine."""

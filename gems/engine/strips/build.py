@@ -81,15 +81,15 @@ def find_forms(
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []
-    num_stages = len(stages.boundaries) - 1
+    num_stages, least = len(stages.boundaries) - 1, spec.parallel.min_strip_positions
     for stage in range(num_stages):
         names, form = stages.layer_names(stage), None
         for key in [key for key in modules if key[1] == stage]:
-            form = forms[key] = _form(zip(names, modules[key], strict=True), passed, is_training)
+            form = forms[key] = _form(zip(names, modules[key], strict=True), passed, least, is_training)
             takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
-            form = _form(zip(names, built, strict=True), passed, is_training)
+            form = _form(zip(names, built, strict=True), passed, least, is_training)
         passed = Passed(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
@@ -125,10 +125,10 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
     return lambda checksum: draws.seed_of(streams[checksum])
 
 
-def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, is_training: bool) -> StripStage:
+def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions: int, is_training: bool) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
-        form = StripStage(named, passed.boundaries, passed.num_strips)
+        form = StripStage(named, passed.boundaries, passed.num_strips, min_positions)
     finally:
         for _, module in named:
             module.train()

@@ -24,7 +24,7 @@ class RowValue:
     An input of the network has the `ends` of its strips. Any other value names the values that it `reads`: row for row
     where it has no rule; otherwise one value by the rule, as sums over new rows (`is_summed`) or as a window in one
     tensor, in which rows outside of the map are zeros (`has_zeros`) or are not there. What `is_late` is made in the
-    last strip.
+    last strip; other values wait until `together` strips are there, which they take at once.
     """
 
     height: int
@@ -34,6 +34,7 @@ class RowValue:
     is_summed: bool = False
     has_zeros: bool = False
     is_late: bool = False
+    together: int = 1
 
     @property
     def is_windowed(self) -> bool:
@@ -156,7 +157,10 @@ def _ends_of(
     (read,) = value.reads
     height = values[read].height
     ready = [value.height if rows == height else min(value.height, value.rule.ready(rows)) for rows in ends[read]]
-    return (*[0 if value.is_late else rows for rows in ready[:-1]], ready[-1])
+    if value.is_late:
+        return (*[0] * (num_strips - 1), ready[-1])
+    taken = (strip - (strip + 1) % value.together for strip in range(num_strips - 1))
+    return (*(ready[strip] if strip >= 0 else 0 for strip in taken), ready[-1])
 
 
 def _window(value: RowValue, values: Sequence[RowValue], news: Sequence[Span], number: int) -> Span:

@@ -19,7 +19,7 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.sample import Cut, begin
 from gems.autograd.strips.stage import Boundary, StripStage
 from gems.config.schema import RunSpec
-from gems.models import layers_of
+from gems.models import Layer, layers_of
 from gems.models.build import input_spec
 from gems.models.mixed import Precision
 from gems.models.streaming.rules import even_ends
@@ -37,16 +37,14 @@ def take(spec: RunSpec) -> StripProfile:
     Raises:
         ConfigError: a layer that needs the whole image.
     """
-    boundaries, strips = spec.parallel.boundaries, spec.parallel.strips
+    boundaries = spec.parallel.boundaries
     assert boundaries is not None
     precision = Precision.of(spec.train.layer_dtype)
     lab = fake_lab(spec.machine, precision)
-    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
-    passed: tuple[Boundary, ...] = (Boundary(given.shape, given.dtype, even_ends(given.shape[2], strips)),)
+    passed: tuple[Boundary, ...] = (images(spec, precision),)
     layers, stages = layers_of(spec.model, spec.data), []
     for first, end in pairwise(boundaries):
-        named = [(layer.name, on_meta(layer, precision.parameters).train()) for layer in layers[first:end]]
-        form = StripStage(named, passed, strips)
+        named, form = stage_on_meta(spec, layers[first:end], passed, precision)
         with lab.mode:
             modules = nn.ModuleList([made_fake(module) for _, module in named])
             give_gradients(modules)
@@ -54,6 +52,24 @@ def take(spec: RunSpec) -> StripProfile:
             stages.append(_Strips(form, modules, passed, first == 0, loss, lab).all())
         passed = form.outputs
     return StripProfile(tuple(boundaries), tuple(stages))
+
+
+def images(spec: RunSpec, precision: Precision) -> Boundary:
+    """Return what the first stage of a resolved run takes."""
+    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
+    return Boundary(given.shape, given.dtype, even_ends(given.shape[2], spec.parallel.strips))
+
+
+def stage_on_meta(
+    spec: RunSpec, layers: Sequence[Layer], takes: Sequence[Boundary], precision: Precision
+) -> tuple[list[tuple[str, nn.Module]], StripStage]:
+    """Return layers without memory by name, and their streaming form.
+
+    Raises:
+        ConfigError: a layer that needs the whole image.
+    """
+    named = [(layer.name, on_meta(layer, precision.parameters).train()) for layer in layers]
+    return named, StripStage(named, takes, spec.parallel.strips, spec.parallel.min_strip_positions)
 
 
 class _Forward(NamedTuple):

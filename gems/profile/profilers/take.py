@@ -17,7 +17,7 @@ from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED, is_fake
-from gems.profile.strip_profile import StripProfile
+from gems.profile.strip_profile import StripProfile, StripWork
 from gems.utils.registry import load_plugins
 
 
@@ -39,7 +39,7 @@ def layers_per_device(spec: RunSpec) -> int | None:
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
-def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile]) -> int:
+def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork]) -> int:
     """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
 
     A ConfigError is printed as {"refused": [key, value, allowed, advice]}.

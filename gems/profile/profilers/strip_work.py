@@ -1,0 +1,45 @@
+"""How much of each layer's work is in each strip, by the rows that its operations make there and their products.
+
+As a child process it reads a resolved run as JSON on stdin, and prints the work of its layers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gems.config.schema import RunSpec
+from gems.models import layers_of
+from gems.models.mixed import Precision
+from gems.profile.profilers.strips import images, stage_on_meta
+from gems.profile.profilers.take import answer
+from gems.profile.strip_profile import LayerWork, StripWork
+
+
+def take(spec: RunSpec) -> StripWork:
+    """Return the work of the layers of a resolved run by strip.
+
+    Raises:
+        ConfigError: a layer that needs the whole image.
+    """
+    precision = Precision.of(spec.train.layer_dtype)
+    layers = layers_of(spec.model, spec.data)
+    names = [layer.name for layer in layers]
+    _, form = stage_on_meta(spec, layers, (images(spec, precision),), precision)
+    made = {name: [0] * form.strips for name in names}
+    largest = dict.fromkeys(names, (0, 1))
+    for module, at_once, products in form.work():
+        name = next((name for name in names if module == name or module.startswith(f"{name}.")), None)
+        if name is not None:
+            made[name] = [sum(both) for both in zip(made[name], products, strict=True)]
+            largest[name] = max(largest[name], (sum(products), at_once))
+    even = (1 / form.strips,) * form.strips
+    return StripWork(
+        tuple(
+            LayerWork(largest[name][1], tuple(each / sum(work) for each in work) if any(work) else even)
+            for name, work in made.items()
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(answer(take))
