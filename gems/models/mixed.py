@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from gems.config.schema import PRECISIONS
 from gems.models.outputs import map_tensors
 
-_COPIES = "low_copies"
+_MIXED = "_gems_mixed"
 # Layers whose products autocast computes in the low type; what others read is cast by it at each use.
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
@@ -34,25 +35,39 @@ class Precision(NamedTuple):
         return self.parameters is not self.compute
 
 
-class _Copy(NamedTuple):
+@dataclass(slots=True)
+class _Copy:
     module: nn.Module
     name: str
     weight: nn.Parameter
     low: nn.Parameter
+    seen: tuple[int, int] | None = None  # the memory of the weight, and its version, of which `low` is the copy
+
+    def fresh(self) -> nn.Parameter:
+        """Return the copy, made again if the weight has changed."""
+        now = self.weight.untyped_storage()._cdata, self.weight._version
+        if self.seen != now:
+            self.low.data.copy_(self.weight.data)
+            self.seen = now
+        self.low.requires_grad_(self.weight.requires_grad)
+        return self.low
 
 
-class _Mixed:
+class Mixed:
     """Runs the forward of a layer under autocast, on copies of its weights of the low type.
 
     Autocast alone would copy the weights anew for each micro-batch, and keep the copies until its backward. These are
     copied again only after the weights have changed. Their gradients are added to those of the weights at once.
+
+    Attributes:
+        dtype: the low type.
+        low_copies: the copies of weights.
     """
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._copies: list[_Copy] = []
+        self.dtype = dtype
+        self._copies: dict[tuple[int, str], _Copy] = {}
         self._contexts: list[AbstractContextManager[Any]] = []
-        self._seen: list[tuple[int, int] | None] = []
         made: dict[int, nn.Parameter] = {}
         for module in layer.modules():
             for name, weight in module._parameters.items() if isinstance(module, _PRODUCTS) else ():
@@ -60,42 +75,55 @@ class _Mixed:
                     low = made.get(id(weight))
                     if low is None:
                         low = made[id(weight)] = _low_copy(weight, dtype)
-                    self._copies.append(_Copy(module, name, weight, low))
-        self._seen = [None] * len(self._copies)
+                    self._copies[id(module), name] = _Copy(module, name, weight, low)
         self.low_copies = list(made.values())
         layer.register_forward_pre_hook(self._begin)
         layer.register_forward_hook(self._end, always_call=True)
 
+    def has_copy(self, module: nn.Module, name: str) -> bool:
+        """Return whether a weight of a module has a copy."""
+        return (id(module), name) in self._copies
+
+    def copy(self, module: nn.Module, name: str) -> nn.Parameter:
+        """Return the copy of a weight as it is now."""
+        return self._copies[id(module), name].fresh()
+
+    def cast(self, made: Any) -> Any:
+        """Return what the layer's modules have made in the type that the layer gives."""
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor, made)
+
     def _begin(self, layer: nn.Module, given: Any) -> None:
-        for index, (module, name, weight, low) in enumerate(self._copies):
-            now = weight.untyped_storage()._cdata, weight._version
-            if self._seen[index] != now:
-                low.data.copy_(weight.data)
-                self._seen[index] = now
-            low.requires_grad_(weight.requires_grad)
-            module._parameters[name] = low
-        context = torch.autocast(_device_type(given), dtype=self._dtype)
+        for each in self._copies.values():
+            each.module._parameters[each.name] = each.fresh()
+        context = torch.autocast(_device_type(given), dtype=self.dtype)
         context.__enter__()  # type: ignore[no-untyped-call]
         self._contexts.append(context)
 
     def _end(self, layer: nn.Module, given: Any, made: Any) -> Any:
         self._contexts.pop().__exit__(None, None, None)
-        for module, name, weight, _ in self._copies:
-            module._parameters[name] = weight
-        return _cast(made, self._dtype)
+        for each in self._copies.values():
+            each.module._parameters[each.name] = each.weight
+        return self.cast(made)
 
 
 def compute_in(layer: nn.Module, precision: Precision) -> nn.Module:
     """Let a layer compute in the low type of a mixed precision; return the layer."""
     if precision.is_mixed:
-        setattr(layer, _COPIES, _Mixed(layer, precision.compute).low_copies)
+        setattr(layer, _MIXED, Mixed(layer, precision.compute))
     return layer
+
+
+def mixed_of(layer: nn.Module) -> Mixed | None:
+    """Return how a layer computes in mixed precision, None if it does not."""
+    found: Mixed | None = vars(layer).get(_MIXED)
+    return found
 
 
 def low_copies(module: nn.Module) -> Iterator[Tensor]:
     """Yield the copies of weights in the low type of the layers in a module."""
     for inner in module.modules():
-        yield from vars(inner).get(_COPIES, ())
+        mixed = mixed_of(inner)
+        yield from () if mixed is None else mixed.low_copies
 
 
 def _low_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -117,7 +145,3 @@ def _low_copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 def _device_type(given: Any) -> str:
     return next((value.device.type for value in given if isinstance(value, Tensor)), "cpu")
-
-
-def _cast(made: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, made)

@@ -133,7 +133,6 @@ def _check_strips(spec: RunSpec) -> None:
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
         "schedule.memory_actions": bool(spec.schedule.memory_actions),
-        f"train.precision={spec.train.precision}": spec.train.dtype != spec.train.compute_dtype,
         f"schedule={spec.schedule.name}, a graph of stages": spec.schedule.name == PLACED,
         f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
     }

@@ -87,10 +87,22 @@ def test_the_same_layers_stream_where_nothing_needs_the_whole_image() -> None:
     cut_stages(layers, torch.zeros(2, 3, 16, 16), (8, 16))
 
 
-def test_mixed_precision_is_refused() -> None:
-    layer = compute_in(nn.Conv2d(3, 4, 3), Precision(torch.float32, torch.bfloat16))
-    with pytest.raises(ConfigError, match="layer a has mixed precision"):
-        cut_stages([("a", layer)], torch.zeros(1, 3, 8, 8), (4, 8))
+def test_casts_within_an_operation_are_refused() -> None:
+    """In mixed precision einsum computes a product, which is cast, of what it makes of its arguments on the way."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    layer = Function(lambda self, x: x + torch.einsum("ij,kj->ik", self.weight, self.weight).mean())
+    layer.weight = weight
+    with pytest.raises(ConfigError, match=r"layer a \(Function: aten.einsum.*is cast in parts by mixed precision"):
+        cut_stages([("a", compute_in(layer, Precision.of("bf16_mixed")))], torch.zeros(1, 3, 8, 8).bfloat16(), (4, 8))
+
+
+def test_autocast_without_mixed_precision_is_refused() -> None:
+    def run(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x * 2
+
+    with pytest.raises(ConfigError, match="layer a turns autocast on"):
+        cut_stages([("a", Function(run))], torch.zeros(1, 3, 8, 8), (4, 8))
 
 
 def test_a_network_of_the_zoo_with_batch_norm_is_refused_at_its_first_norm() -> None:

@@ -98,7 +98,6 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
             {"schedule__name": "capped", "schedule__activation_cap": 1.0, "schedule__memory_actions": ["recompute"]},
             "with schedule.memory_actions",
         ),
-        ({"train__precision": "bf16_mixed"}, "with train.precision=bf16_mixed"),
         ({"parallel__strips": 13}, "with data.height_px=12, which has fewer rows"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gems.autograd.strips.kernels import adaptive_average, drop_rows, linear, plain
+from gems.autograd.strips.kernels import adaptive_average, drop_rows, linear, plain, wide_dtype
 from gems.autograd.strips.operation import PARTS, ROWS, WHOLE, Info, Known, Operation, arguments
 from gems.autograd.strips.trace import Step
 from gems.models.streaming.rules import Bins
@@ -59,7 +59,8 @@ def reduce(known: Known, step: Step) -> Operation:
         known.refuse(step, "needs all rows of the map at once")
     columns = 1 if 3 in over else info.value.shape[3]
     state = {"columns": columns, "width": info.value.shape[3], "is_sum": step.operation == "sum",
-             "shape": tuple(step.value.shape), "rule": Bins(info.height, 1)}  # fmt: skip
+             "dtype": wide_dtype(step.value.dtype), "shape": tuple(step.value.shape),
+             "rule": Bins(info.height, 1)}  # fmt: skip
     return Operation(
         step, Info(WHOLE, step.value), adaptive_average, rule=state["rule"], is_summed=True, is_late=True, state=state
     )

@@ -190,7 +190,8 @@ def average_pool(call: Call) -> Tensor:
     if all(count == state["kernel"][0] for count in counts):
         return made
     factors = [state["kernel"][0] / count for count in counts]
-    return made * torch.tensor(factors, dtype=made.dtype, device=made.device).view(-1, 1)
+    wide = made.to(wide_dtype(made.dtype))
+    return (wide * torch.tensor(factors, dtype=wide.dtype, device=made.device).view(-1, 1)).to(made.dtype)
 
 
 def pad_rows(call: Call) -> Tensor:
@@ -203,13 +204,20 @@ def pad_rows(call: Call) -> Tensor:
 
 
 def resample(call: Call) -> Tensor:
-    """Take rows by number, or between two of them by shares, and change the width."""
+    """Take rows by number, or between two of them by shares, and change the width; shares of 16 bits in float32."""
     x, rows, state = call.args[0], call.rows, call.state
     made = x.index_select(2, _places(state["lower"], rows, x.device))
     if state["share"] is not None:
-        share = torch.tensor(state["share"][rows.first : rows.last], dtype=x.dtype, device=x.device).view(-1, 1)
-        made = made * (1 - share) + x.index_select(2, _places(state["upper"], rows, x.device)) * share
-    return state["sides"](made, rows.num)  # type: ignore[no-any-return]
+        wide = wide_dtype(x.dtype)
+        share = torch.tensor(state["share"][rows.first : rows.last], dtype=wide, device=x.device).view(-1, 1)
+        upper = x.index_select(2, _places(state["upper"], rows, x.device))
+        made = made.to(wide) * (1 - share) + upper.to(wide) * share
+    return state["sides"](made, rows.num).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values of a type are summed: of 16 bits in float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
@@ -217,8 +225,15 @@ def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
 
 
 def adaptive_average(call: Call) -> Tensor:
-    """Add the rows of a strip to the averages that have begun; return them all, finished ones first."""
+    """Add the rows of a strip to the averages that have begun; return them all, finished ones first.
+
+    Those of all rows at once are the operation's own; sums of several strips have 32 bits at least.
+    """
     x, rows, state = call.args[0], call.rows, call.state
+    if rows.there == (0, rows.height_in):
+        own: Tensor = call.target(*call.args, **call.kwargs)
+        return own.reshape(*x.shape[:2], rows.height, state["columns"])
+    x = x.to(state["dtype"])
     rule, columns, width = state["rule"], state["columns"], state["width"]
     begun = min(rows.height, rule.begun(rows.end))
     kind = {"dtype": x.dtype, "device": x.device}

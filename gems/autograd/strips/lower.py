@@ -11,9 +11,7 @@ import torch
 from gems.autograd.strips import elementwise, shapes, spatial
 from gems.autograd.strips.kernels import linear, plain
 from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Known, Operation, arguments, refs
-from gems.autograd.strips.trace import Step, Weight, is_in_place
-
-aten = torch.ops.aten
+from gems.autograd.strips.trace import Step
 
 
 def lower(known: Known, step: Step) -> Operation:
@@ -22,7 +20,7 @@ def lower(known: Known, step: Step) -> Operation:
     Raises:
         ConfigError: it needs the whole image, or nothing is known of it.
     """
-    made = _lower(known, _without_change_in_place(step))
+    made = _lower(known, step)
     known.infos.append(made.info)
     return made
 
@@ -42,15 +40,6 @@ def _lower(known: Known, step: Step) -> Operation:
     if step.operation not in _LOWER:
         known.refuse(step, "is an operation without a streaming form")
     return replace(_LOWER[step.operation](known, step), reads=reads)
-
-
-def _without_change_in_place(step: Step) -> Step:
-    """Return a step that gives a new tensor, where there is one."""
-    if not is_in_place(step.target) or isinstance(step.args[0], Weight):
-        return step
-    packet = getattr(aten, step.operation.removesuffix("_"), None)
-    overload = step.target._overloadname
-    return replace(step, target=getattr(packet, overload)) if packet and overload in packet.overloads() else step
 
 
 def draws_numbers(operation: Operation) -> bool:

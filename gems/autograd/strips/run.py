@@ -66,13 +66,14 @@ class Network:
     def shape_of(self, held: Held) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of what is kept."""
         value = self.infos[held.number].value
-        shape, rows = list(value.shape), held.rows[1] - held.rows[0]
+        shape, dtype, rows = list(value.shape), value.dtype, held.rows[1] - held.rows[0]
         if held.kind == "rows":
             shape[self.infos[held.number].dim] = rows
         elif held.kind == "sum":
             operation = self.operations[held.number - self.num_inputs]
             shape = [*self.infos[operation.reads[0]].value.shape[:2], rows, operation.state["columns"]]
-        return tuple(shape), value.dtype
+            dtype = operation.state["dtype"]
+        return tuple(shape), dtype
 
     def wanted(self, strip: int, number: int) -> tuple[Span, ...]:
         """Return the rows of a value's fresh piece that are read or kept: the first in the piece, and how many."""
@@ -238,15 +239,15 @@ class StripRun:
         if at.window[0] < at.window[1]:
             call = self._call(operation, number, at, made)
             made = operation.run(call)
-        done = at.new[1] - at.new[0]
+        done, dtype = at.new[1] - at.new[0], operation.step.value.dtype
         if made is not None and made.shape[2] > done:
             self._sums[number] = made.narrow(2, done, made.shape[2] - done)
         if operation.info.kind == WHOLE:
             if done:
                 assert made is not None
-                self._values[number] = made.reshape(operation.state["shape"])
+                self._values[number] = made.reshape(operation.state["shape"]).to(dtype)
         else:
-            self._store(number, "copy", [[(made.narrow(2, 0, done), 0)]] if done and made is not None else [])
+            self._store(number, "copy", [[(made.narrow(2, 0, done).to(dtype), 0)]] if done and made is not None else [])
 
     def _call(self, operation: Operation, number: int, at: ValueStrip | None, carried: Tensor | None = None) -> Call:
         """Return an operation with its arguments."""

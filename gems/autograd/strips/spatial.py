@@ -127,7 +127,8 @@ def adaptive_average(known: Known, step: Step) -> Operation:
     info = _image(known, step)
     rows, columns = step.value.shape[2:]
     rule = Bins(info.height, rows)
-    state = {"columns": columns, "width": info.value.shape[3], "is_sum": False, "rule": rule}
+    state = {"columns": columns, "width": info.value.shape[3], "is_sum": False, "rule": rule,
+             "dtype": kernels.wide_dtype(step.value.dtype)}  # fmt: skip
     return Operation(step, Info(ROWS, step.value, 2), kernels.adaptive_average, rule=rule, is_summed=True, state=state)
 
 

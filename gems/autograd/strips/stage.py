@@ -16,9 +16,7 @@ from gems.autograd.strips.kernels import drop_rows
 from gems.autograd.strips.lower import draws_numbers, lower
 from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known, products, strips_at_once
 from gems.autograd.strips.run import Draws, Network, StripRun
-from gems.autograd.strips.trace import KEY, Trace, trace
-from gems.errors import ConfigError
-from gems.models.mixed import low_copies
+from gems.autograd.strips.trace import Trace, trace
 from gems.models.outputs import map_tensors
 from gems.models.streaming.plan import RowValue, plan_rows
 
@@ -47,12 +45,8 @@ def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Bounda
     """Return the operations of layers, which hold for any number of strips of such inputs.
 
     Raises:
-        ConfigError: a layer whose operations depend on values, or of mixed precision.
+        ConfigError: a layer whose operations depend on values.
     """
-    mixed = next((name for name, module in layers if next(low_copies(module), None) is not None), None)
-    if mixed is not None:
-        text = f"layer {mixed} has mixed precision, in which strips do not compute yet"
-        raise ConfigError(KEY, strips, text, f"set train.precision=float32|bf16_pure, or {KEY}=1")
     return trace(layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs], strips)
 
 

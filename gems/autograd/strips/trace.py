@@ -1,23 +1,28 @@
 """Layers as one list of operations of torch's core, for inputs of one shape.
 
 `make_fx` records what a forward calls above autograd, on the meta device. Whatever a block is written like, there are
-few operations left, and shapes and choices by shape are settled.
+few operations left, and shapes and choices by shape are settled. What autocast casts in a layer of mixed precision is
+an operation too, so that the list runs without autocast.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from gems.autograd.strips.casts import find_casts, without_memory
 from gems.errors import ConfigError, one_line
+from gems.models.mixed import Mixed, mixed_of
 from gems.models.outputs import map_tensors, tensors_in
 
 KEY = "parallel.strips"
@@ -33,14 +38,15 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or buffer of a module, which is looked up when it is read."""
+    """A parameter or buffer of a module, which is looked up when it is read; or its copy of a `mixed` precision."""
 
     module: nn.Module
     name: str
+    mixed: Mixed | None = None
 
     def get(self) -> Any:
         """Return the tensor that the module has now."""
-        return getattr(self.module, self.name)
+        return getattr(self.module, self.name) if self.mixed is None else self.mixed.copy(self.module, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,21 @@ class _RefusedError(Exception):
     """What is wrong with a layer, and what to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The graph of a layer, and what it gives; for each node the module that called it, its class and call.
+
+    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as the innermost.
+    """
+
+    weights: list[Weight]
+    graph: fx.GraphModule
+    structure: Any
+    names: dict[str, tuple[str, str, int]]
+    mode: FakeTensorMode | None
+    autocasts: list[torch.autocast]
+
+
 def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], strips: int) -> Trace:
     """Trace named layers, each of which takes what the one before gives, in the mode that they are in.
 
@@ -88,6 +109,7 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
     Raises:
         ConfigError: a layer whose operations depend on values.
     """
+    device = _device([module for _, module in layers])
     steps: list[Step] = []
     values: list[Any] = list(inputs)
     numbers = list(range(len(inputs)))
@@ -95,8 +117,8 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
     for name, module in layers:
         given = [values[number] for number in numbers]
         try:
-            graph, structure, names = _graph_of(name, module, given)
-            numbers = _append(steps, values, numbers, module, graph, names)
+            layer = _graph_of(name, module, given, device)
+            structure, numbers = layer.structure, _append(steps, values, numbers, layer)
         except _RefusedError as error:
             raise ConfigError(KEY, strips, *error.args) from None
         except Exception as error:
@@ -105,27 +127,39 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
     return Trace(tuple(inputs), tuple(steps), tuple(numbers), structure)
 
 
-def _graph_of(
-    name: str, module: nn.Module, inputs: Sequence[Tensor]
-) -> tuple[fx.GraphModule, Any, dict[str, tuple[str, str, int]]]:
-    """Return the graph of a layer, what it gives, and for each node the module that called it, its class and call."""
-    state = {key: torch.empty_like(tensor, device="meta") for key, tensor in _state(module)}
+def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: torch.device) -> _Layer:
+    mixed = mixed_of(module)
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    weights = [_weight(module, path, mixed) for path, _ in tensors]
     names: dict[str, tuple[str, str, int]] = {}
     outer = (name, type(module).__name__, 0)
     kept: list[Any] = []
 
     def run(state: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         with _calls(name, module, outer, names):
-            kept.append(functional_call(module, state, tensors))
+            made = functional_call(module, state, tensors, tie_weights=False)
+            kept.append(made if mixed is None else mixed.cast(made))
         return tuple(tensors_in(kept[0]))
 
-    with torch.no_grad(), torch.device("meta"):
-        graph = make_fx(run, pre_dispatch=True)(state, *inputs)
-    return graph, kept[0], names
+    with without_memory(device, None if mixed is None else mixed.dtype) as mode:
+        state = {
+            path: _like(tensor, None if weight.mixed is None else weight.mixed.dtype)
+            for (path, tensor), weight in zip(tensors, weights, strict=True)
+        }
+        graph = make_fx(run, pre_dispatch=True)(state, *map(_like, inputs))
+    autocasts = [] if mixed is None else [torch.autocast(device.type, mixed.dtype)]
+    return _Layer(weights, graph, kept[0], names, mode, autocasts)
 
 
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+def _device(modules: Iterable[nn.Module]) -> torch.device:
+    """Return where layers run, of which some may be built without memory."""
+    tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    return next((each.device for each in tensors if each.device.type != "meta"), torch.device("cpu"))
+
+
+def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of the same shape and layout, and of another type, on the default device."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype)
 
 
 @contextmanager
@@ -171,37 +205,90 @@ def _calls(
                 setattr(module, each, found)
 
 
-def _append(
-    steps: list[Step],
-    values: list[Any],
-    inputs: Sequence[int],
-    module: nn.Module,
-    graph: fx.GraphModule,
-    names: dict[str, tuple[str, str, int]],
-) -> list[int]:
+def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer) -> list[int]:
     """Append the steps of a layer's graph, and return the numbers of the values that it gives."""
     found: dict[fx.Node, Any] = {}
-    weights = iter([_weight(module, key) for key, _ in _state(module)])
-    given = iter([Ref(number) for number in inputs])
-    for node in graph.graph.nodes:
+    cast_weights: dict[tuple[Weight, torch.dtype], Ref] = {}
+    weights, given = iter(layer.weights), iter([Ref(number) for number in inputs])
+
+    def add(node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> Ref:
+        name, kind, call = layer.names[node.name]
+        steps.append(Step(name, kind, call, target, args, kwargs, value))
+        values.append(value)
+        return Ref(len(values) - 1)
+
+    def cast(node: fx.Node, read: fx.Node, dtype: torch.dtype) -> Ref:
+        """Cast what a node reads; a weight once, as autocast does."""
+        source = found[read]
+        key = source, dtype
+        if not isinstance(source, Weight) or key not in cast_weights:
+            value = _of_meta(_value(layer, read)).to(dtype)
+            made = add(node, torch.ops.aten.to.dtype, (source, dtype), {}, value)
+            if not isinstance(source, Weight):
+                return made
+            cast_weights[key] = made
+        return cast_weights[key]
+
+    for node in layer.graph.graph.nodes:
         if node.op == "placeholder":
             found[node] = next(weights, None) or next(given)
         elif node.op == "get_attr":
-            found[node] = Weight(graph, str(node.target))
+            found[node] = Weight(layer.graph, str(node.target))
         elif node.op == "output":
             outputs = fx.node.map_arg(node.args[0], found.__getitem__)
+        elif node.target in (_enter_autocast, _exit_autocast):
+            _change_autocast(layer, node)
         elif node.users or isinstance(node.meta.get("val"), Tensor):  # a choice of a type, say, is a plain value by now
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), found.__getitem__)
-            _refuse_alias(node, names)
+            _refuse_alias(node, layer.names)
+            dtypes, options = _casts_of(layer, node)
+            reads: dict[fx.Node, Any] = {read: cast(node, read, dtypes[read]) if read in dtypes else found[read]
+                     for read in node.all_input_nodes}  # fmt: skip
+            args, kwargs = fx.node.map_arg((node.args, {**node.kwargs, **options}), reads.__getitem__)
             value = map_tensors(_of_meta, node.meta["val"])
-            found[node] = Ref(len(values))
-            values.append(value)
-            name, kind, call = names[node.name]
-            steps.append(Step(name, kind, call, node.target, args, kwargs, value))
+            target = node.target if args and isinstance(args[0], Weight) else _without_change_in_place(node.target)
+            if target is not node.target and len({_value(layer, read).dtype for read in reads}) > 1:
+                given_here = {read: _of_meta(_value(layer, read)) for read in reads}
+                wide = target(*fx.node.map_arg(node.args, given_here.__getitem__), **kwargs)
+                if wide.dtype is not value.dtype:  # what changes in place gives the type that is there
+                    made = add(node, target, args, kwargs, wide)
+                    target, args, kwargs = torch.ops.aten.to.dtype, (made, value.dtype), {}
+            found[node] = add(node, target, args, kwargs, value)
     for position, each in enumerate(outputs):
         if isinstance(each, Weight):
-            raise _RefusedError(f"layer {names[node.name][0]} gives a parameter as output {position}", f"set {KEY}=1")
+            name = layer.names[node.name][0]
+            raise _RefusedError(f"layer {name} gives a parameter as output {position}", f"set {KEY}=1")
     return [each.number for each in outputs]
+
+
+def _change_autocast(layer: _Layer, node: fx.Node) -> None:
+    """Follow a layer that turns autocast on or off for some of its operations."""
+    if node.target is _exit_autocast:
+        layer.autocasts.pop()
+        return
+    if layer.mode is None and node.args[2]:
+        raise _RefusedError(f"layer {layer.names[node.name][0]} turns autocast on", f"take it out, or set {KEY}=1")
+    arguments: tuple[Any, ...] = node.args
+    layer.autocasts.append(torch.autocast(*arguments))
+
+
+def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype], Mapping[str, Any]]:
+    """Return the types to which autocast casts what a node reads, and the options that it sets."""
+    if layer.mode is None or not isinstance(node.target, torch._ops.OpOverload):
+        return {}, {}
+    reads = {read: _value(layer, read) for read in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), reads.__getitem__)
+    casts = find_casts(layer.mode, layer.autocasts, node.target, args, kwargs)
+    if casts is None:
+        name, kind, _ = layer.names[node.name]
+        text = f"layer {name} ({kind}: {node.target}) is cast in parts by mixed precision"
+        raise _RefusedError(text, f"set train.precision=float32|bf16_pure, or {KEY}=1")
+    dtypes = {read: casts.dtypes[id(value)] for read, value in reads.items() if id(value) in casts.dtypes}
+    return dtypes, casts.options
+
+
+def _value(layer: _Layer, node: fx.Node) -> Any:
+    """Return what a node gives, without memory."""
+    return getattr(layer.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
 
 
 def _of_meta(tensor: Tensor) -> Tensor:
@@ -209,15 +296,16 @@ def _of_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _weight(root: nn.Module, path: str) -> Weight:
+def _weight(root: nn.Module, path: str, mixed: Mixed | None) -> Weight:
     folder, _, name = path.rpartition(".")
-    return Weight(root.get_submodule(folder), name)
+    module = root.get_submodule(folder)
+    return Weight(module, name, mixed if mixed is not None and mixed.has_copy(module, name) else None)
 
 
 def _refuse_alias(node: fx.Node, names: dict[str, tuple[str, str, int]]) -> None:
     """Refuse a change in place of a tensor that goes by another name later: here steps give new tensors."""
     changed = node.args[0] if node.args else None
-    if not is_in_place(node.target) or not isinstance(changed, fx.Node):
+    if not _is_in_place(node.target) or not isinstance(changed, fx.Node):
         return
     later = [other for other in node.graph.nodes if node < other]
     if any(read < node and _base(read) is _base(changed) for other in later for read in other.all_input_nodes):
@@ -233,7 +321,16 @@ def _base(node: fx.Node) -> fx.Node:
     return _base(first) if isinstance(first, fx.Node) else node
 
 
-def is_in_place(target: Any) -> bool:
+def _without_change_in_place(target: Any) -> Any:
+    """Return the operation that gives a new tensor, where there is one."""
+    if not _is_in_place(target):
+        return target
+    packet = getattr(torch.ops.aten, target.overloadpacket.__name__.removesuffix("_"), None)
+    overload = target._overloadname
+    return getattr(packet, overload) if packet and overload in packet.overloads() else target
+
+
+def _is_in_place(target: Any) -> bool:
     """Return whether an operation changes its first argument."""
     schema = getattr(target, "_schema", None)
     return target is not operator.getitem and schema is not None and str(schema.name).endswith("_")

@@ -22,7 +22,7 @@ from gems.engine.strips.passed import Passed
 from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
-from gems.models.mixed import Precision
+from gems.models.mixed import Precision, compute_in
 from gems.models.streaming.rules import even_ends
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def find_forms(
     Raises:
         ConfigError: a layer that needs the whole image.
     """
-    strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
+    strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
     passed = Passed((Boundary(given.shape, given.dtype, even_ends(given.shape[2], strips)),), strips)
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
@@ -89,7 +89,8 @@ def find_forms(
             takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
-            form = _form(zip(names, built, strict=True), passed, least, is_training)
+            low = (compute_in(module, precision) for module in built)  # which layers without memory do not
+            form = _form(zip(names, low, strict=True), passed, least, is_training)
         passed = Passed(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))

@@ -342,7 +342,7 @@ def compare(
     pipeline.close()
     return Verification(
         spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
-        **memory_report(pipeline),
+        is_in_strips=pipeline.schedule.num_strips > 1, **memory_report(pipeline),
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import sys
 from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.models.mixed import Precision
-from gems.profile.profilers.strips import images, stage_on_meta
+from gems.profile.profilers.fake import fake_lab
+from gems.profile.profilers.strips import images, stage_of
 from gems.profile.profilers.take import answer
 from gems.profile.strip_profile import LayerWork, StripWork
 
@@ -24,7 +25,7 @@ def take(spec: RunSpec) -> StripWork:
     precision = Precision.of(spec.train.layer_dtype)
     layers = layers_of(spec.model, spec.data)
     names = [layer.name for layer in layers]
-    _, form = stage_on_meta(spec, layers, (images(spec, precision),), precision)
+    _, form = stage_of(spec, layers, (images(spec, precision),), fake_lab(spec.machine, precision))
     made = {name: [0] * form.strips for name in names}
     largest = dict.fromkeys(names, (0, 1))
     for module, at_once, products in form.work():

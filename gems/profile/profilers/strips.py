@@ -20,11 +20,11 @@ from gems.autograd.strips.sample import Cut, begin
 from gems.autograd.strips.stage import Boundary, StripStage
 from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
-from gems.models.build import input_spec
+from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
 from gems.models.streaming.rules import even_ends
 from gems.profile.profilers.chain import Lab
-from gems.profile.profilers.fake import fake_lab, made_fake, on_meta
+from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.profilers.take import answer
@@ -44,9 +44,8 @@ def take(spec: RunSpec) -> StripProfile:
     passed: tuple[Boundary, ...] = (images(spec, precision),)
     layers, stages = layers_of(spec.model, spec.data), []
     for first, end in pairwise(boundaries):
-        named, form = stage_on_meta(spec, layers[first:end], passed, precision)
+        modules, form = stage_of(spec, layers[first:end], passed, lab)
         with lab.mode:
-            modules = nn.ModuleList([made_fake(module) for _, module in named])
             give_gradients(modules)
             loss = task_loss(spec.data) if end == len(layers) else None
             stages.append(_Strips(form, modules, passed, first == 0, loss, lab).all())
@@ -56,20 +55,22 @@ def take(spec: RunSpec) -> StripProfile:
 
 def images(spec: RunSpec, precision: Precision) -> Boundary:
     """Return what the first stage of a resolved run takes."""
-    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.parameters)
+    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
     return Boundary(given.shape, given.dtype, even_ends(given.shape[2], spec.parallel.strips))
 
 
-def stage_on_meta(
-    spec: RunSpec, layers: Sequence[Layer], takes: Sequence[Boundary], precision: Precision
-) -> tuple[list[tuple[str, nn.Module]], StripStage]:
-    """Return layers without memory by name, and their streaming form.
+def stage_of(
+    spec: RunSpec, layers: Sequence[Layer], takes: Sequence[Boundary], lab: Lab
+) -> tuple[nn.ModuleList, StripStage]:
+    """Return layers on a lab's tensors, and their streaming form.
 
     Raises:
         ConfigError: a layer that needs the whole image.
     """
-    named = [(layer.name, on_meta(layer, precision.parameters).train()) for layer in layers]
-    return named, StripStage(named, takes, spec.parallel.strips, spec.parallel.min_strip_positions)
+    modules = nn.ModuleList([lab.build(layer, place).train() for place, layer in enumerate(layers)])
+    named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
+    freeze(named, spec.optimizer.frozen)
+    return modules, StripStage(named, takes, spec.parallel.strips, spec.parallel.min_strip_positions)
 
 
 class _Forward(NamedTuple):

@@ -1,0 +1,94 @@
+"""What autocast casts: found by running an operation under it on tensors without memory, and watching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gems.models.outputs import map_tensors, tensors_in
+
+_CAST = torch.ops.aten._to_copy.default
+_EXPLICIT = ("to", "_to_copy", "type_as")  # what a layer casts itself
+
+
+class Casts(NamedTuple):
+    """What autocast does to an operation: the types of the arguments that it casts, by their IDs, and other options.
+
+    A GPU's autocast lets some operations compute in float32 by their option `dtype`.
+    """
+
+    dtypes: Mapping[int, torch.dtype]
+    options: Mapping[str, Any]
+
+
+@contextmanager
+def without_memory(device: torch.device, low: torch.dtype | None) -> Iterator[FakeTensorMode | None]:
+    """Make tensors without memory inside a block: on the meta device, or as on `device` under autocast to a low type.
+
+    Yields what makes the latter, for autocast leaves tensors of the meta device alone.
+    """
+    if low is None:
+        with torch.no_grad(), torch.device("meta"):
+            yield None
+    else:
+        mode: Any = FakeTensorMode()
+        with torch.no_grad(), mode, device, torch.autocast(device.type, low):
+            yield mode
+
+
+def find_casts(
+    mode: FakeTensorMode, autocasts: Sequence[torch.autocast], target: Any, args: Any, kwargs: Any
+) -> Casts | None:
+    """Return what autocast does to an operation on tensors of a mode; None if it acts on what is made on the way.
+
+    The last of `autocasts` is the innermost.
+
+    With these casts the operation runs the same kernels on the same types without autocast, which is checked.
+    """
+    if target.overloadpacket.__name__ in _EXPLICIT:
+        return Casts({}, {})
+    given = {id(tensor): tensor for tensor in tensors_in([args, kwargs])}
+
+    def run(args: Any, kwargs: Any, autocasts: Sequence[torch.autocast]) -> tuple[_Watch, Any]:
+        watch = _Watch(given)
+        with torch.no_grad(), mode, watch, ExitStack() as stack:
+            for each in autocasts:
+                stack.enter_context(each)
+            return watch, target(*args, **kwargs)
+
+    wanted, outputs = run(args, kwargs, autocasts)
+    with mode:
+        cast = {key: given[key].to(dtype) for key, dtype in wanted.dtypes.items()}
+    args, kwargs = (map_tensors(lambda tensor: cast.get(id(tensor), tensor), each) for each in (args, kwargs))
+    choices: list[dict[str, Any]] = [{}]
+    if any(each.name == "dtype" for each in target._schema.arguments):
+        choices += [{"dtype": tensor.dtype} for tensor in tensors_in(outputs)]
+    for options in choices:
+        found, _ = run(args, {**kwargs, **options}, ())
+        if found.calls == wanted.calls:
+            return Casts(wanted.dtypes, options)
+    return None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the kernels that run with the types of their arguments, and apart from them the casts of `given`."""
+
+    def __init__(self, given: Mapping[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = given
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is _CAST and id(args[0]) in self._given:
+            self.dtypes[id(args[0])] = made.dtype
+        elif next(tensors_in(made), None) is not None:  # autocast asks for devices too
+            self.calls.append((func, *(tensor.dtype for tensor in tensors_in([args, kwargs or {}]))))
+        return made
