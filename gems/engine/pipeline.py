@@ -23,7 +23,7 @@ from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
-from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
+from gems.engine.optimization.parameter_groups import NumberedLayer, trained
 from gems.engine.optimization.update import Update
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
@@ -36,6 +36,7 @@ from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_ti
 from gems.engine.transport.staging import open_staging
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
+from gems.models.build import freeze
 from gems.models.mixed import Precision
 from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
@@ -242,7 +243,7 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
     patterns = spec.optimizer.frozen
     if not patterns:
         return
-    used = set().union(*allgather(comm, freeze(layers, patterns)))
+    used = set().union(*allgather(comm, freeze(((each.name, each.module) for each in layers), patterns)))
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,21 @@ def build_layers(
     built = [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
     release()
     return built
+
+
+def freeze(layers: Iterable[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
+    """Exclude parameters of named layers from training, and return the patterns that matched one.
+
+    A pattern is that of a layer's name, of a parameter's name in the user's class, or of both with a dot between.
+    """
+    used = set()
+    for layer, module in layers:
+        for name, parameter in module.named_parameters():
+            found = {p for p in patterns if any(fnmatchcase(word, p) for word in (layer, name, f"{layer}.{name}"))}
+            if found:
+                parameter.requires_grad_(False)
+            used |= found
+    return used
 
 
 def input_spec(data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32) -> TensorSpec:

@@ -26,7 +26,7 @@ from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.targets import source_of
 
-PROFILER = 10  # another number for profilers that would give other figures
+PROFILER = 11  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
@@ -40,7 +40,9 @@ _ON_FAKE = (
     "machine.name", "machine.device", "machine.float64_flops_per_s", "machine.flops_per_s",
     "machine.bfloat16_flops_per_s", "machine.memory_bytes_per_s", "machine.efficiency", "profile.whole_model_peak",
 )  # fmt: skip
-_ON_STRIPS = ("parallel.strips", "parallel.min_strip_positions", "parallel.boundaries", "machine.device")
+_ON_STRIPS = (
+    "parallel.strips", "parallel.min_strip_positions", "parallel.boundaries", "machine.device", "optimizer.frozen",
+)  # fmt: skip
 _ON_DEVICE = ("machine.device", "machine.threads_per_rank", "profile.repetitions")
 _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "parallel.partitions")
 

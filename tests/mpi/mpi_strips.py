@@ -1,4 +1,4 @@
-"""Strips against one unsplit process, in float64, on worlds of one to four ranks."""
+"""Strips against one unsplit process, in float64 and in mixed precision, on worlds of one to four ranks."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ RUNS = [
     ("dilated", "zb_h1", 4, 1, 7, 22, {}),
     ("two outputs", "zb_h1", 2, 1, 3, 22, {}),
     ("two outputs", "gems_master", 2, 1, 7, 22, {}),
+    ("frozen", "zb_h1", 2, 1, 3, 37, {"optimizer__frozen": ["stem.*", "*.bias", "block2.*"]}),
+    ("resnet", "gems_master", 4, 1, 3, 20, {"optimizer__frozen": ["stem*", "stage1*"]}),
 ]  # fmt: skip
 
 
@@ -265,6 +267,13 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
     assert found.keys() == whole.keys()
     assert all(found[key] == pytest.approx(value, rel=1e-12) for key, value in whole.items())
     assert part.rank or strip_bytes < 0.5 * whole_bytes  # of the rank that has most rows
+
+
+def test_evaluates_in_mixed_precision(comm):
+    """A dense output has the bits that it has without strips."""
+    specs = [strip_spec("unet", "gems_master", 2, 2, k, 112, train__precision="bf16_mixed") for k in (1, 4)]
+    (whole, _, _), (found, strips, _) = (evaluated(comm, spec) for spec in specs)
+    assert strips == 4 and all(found[key] == pytest.approx(value, rel=1e-6) for key, value in whole.items())
 
 
 def test_evaluation_that_needs_whole_images_has_them(comm):

@@ -241,8 +241,9 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
         elif node.users or isinstance(node.meta.get("val"), Tensor):  # a choice of a type, say, is a plain value by now
             _refuse_alias(node, layer.names)
             dtypes, options = _casts_of(layer, node)
-            reads: dict[fx.Node, Any] = {read: cast(node, read, dtypes[read]) if read in dtypes else found[read]
-                     for read in node.all_input_nodes}  # fmt: skip
+            reads: dict[fx.Node, Any] = {
+                read: cast(node, read, dtypes[read]) if read in dtypes else found[read] for read in node.all_input_nodes
+            }
             args, kwargs = fx.node.map_arg((node.args, {**node.kwargs, **options}), reads.__getitem__)
             value = map_tensors(_of_meta, node.meta["val"])
             target = node.target if args and isinstance(args[0], Weight) else _without_change_in_place(node.target)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,21 +20,6 @@ class NumberedLayer(NamedTuple):
     place: int
     name: str
     module: nn.Module
-
-
-def freeze(layers: Iterable[NumberedLayer], patterns: Sequence[str]) -> set[str]:
-    """Exclude parameters from training, and return the patterns that matched one.
-
-    A pattern is that of a layer's name, of a parameter's name in the user's class, or of both with a dot between.
-    """
-    used = set()
-    for _, layer, module in layers:
-        for name, parameter in module.named_parameters():
-            found = {p for p in patterns if any(fnmatchcase(word, p) for word in (layer, name, f"{layer}.{name}"))}
-            if found:
-                parameter.requires_grad_(False)
-            used |= found
-    return used
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:

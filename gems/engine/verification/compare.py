@@ -27,7 +27,7 @@ from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.loss_scale import LossScale
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
-from gems.engine.optimization.parameter_groups import NumberedLayer, freeze, trained
+from gems.engine.optimization.parameter_groups import NumberedLayer, trained
 from gems.engine.pipeline import build_pipeline
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.transport.mpi import MEET_SLEEP_S, Comm, allgather, broadcast
@@ -35,7 +35,7 @@ from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
-from gems.models.build import as_tuple, build_layers, layer_seed
+from gems.models.build import as_tuple, build_layers, freeze, layer_seed
 from gems.models.imported.parts import whole_with_parts
 from gems.models.layer import Layer
 from gems.models.mixed import Precision
@@ -74,7 +74,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     for name, module in zip(names, modules, strict=True):
         draws.watch(name, module)
     numbered = list(map(NumberedLayer, range(len(layers)), names, modules))
-    freeze(numbered, spec.optimizer.frozen)
+    freeze(zip(names, modules, strict=True), spec.optimizer.frozen)
     optimizer = build_optimizer(spec.optimizer, numbered, len(layers))
     dataset = open_dataset(spec.data, spec.seed)
     parameters = list(trained(model.parameters()))
