@@ -7,12 +7,14 @@ import sys
 
 from gems.cli.framework import Verb, main
 
+ON_PAPER = "gems.runs.run_plan:with_strips_chosen_on_paper"
 VERBS = {
     "schedule": Verb("gems.cli.schedule:show_schedule",
     "prints the schedule: grid, JSON, or with format=torch its CSV; level=lowered shows all actions",
-                     flags=("level=lowered", "level=compute", "format=torch")),
+                     flags=("level=lowered", "level=compute", "format=torch"), completes=ON_PAPER),
     "simulate": Verb("gems.cli.simulate:show_simulation",
-                     "predicts time, efficiency and memory of a step, and how far it is from the bound"),
+                     "predicts time, efficiency and memory of a step, and how far it is from the bound",
+                     completes=ON_PAPER),
     "profile": Verb("gems.cli.profile:show_profile",
     "takes the time and the bytes of every layer; --from FILE,FILE,... extrapolates, --hdf5 FILE writes",
                     choices={"--from": (), "--hdf5": ()}),
@@ -29,7 +31,7 @@ VERBS = {
     "plan": Verb("gems.cli.plan:show_plan",
     "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, "
                  "--write FILE, --strips: the best in strips too; or --hybrid: data against model parallelism",
-                 flags=("--hybrid", "--strips"),
+                 flags=("--hybrid", "--strips"), completes=None,
                  choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency",
                  "--speedup"), ())),
     "evaluate": Verb("gems.cli.evaluate:evaluate",

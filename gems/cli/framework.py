@@ -44,7 +44,7 @@ class Verb:
     """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) if `takes_words`.
 
     `flags` take no value; `choices` take one of some values, or any value if none is listed. The function returns an
-    exit code, or None for 0.
+    exit code, or None for 0. `completes` is the function that makes what a run leaves open to its plan.
     """
 
     target: str
@@ -52,12 +52,23 @@ class Verb:
     flags: tuple[str, ...] = field(default=())
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     takes_words: bool = False
+    completes: str | None = "gems.runs.run_plan:with_strips_chosen"
 
     def load(self) -> Callable[..., int | None]:
         """Import the function, so that what other verbs need is never loaded."""
-        module, function = self.target.split(":")
-        loaded: Callable[..., int | None] = getattr(importlib.import_module(module), function)
+        loaded: Callable[..., int | None] = _imported(self.target)
         return loaded
+
+    def act(self, spec: RunSpec, options: Options) -> int:
+        """Run the command for a resolved run, of which nothing is open."""
+        if not spec.parallel.strips and self.completes is not None:
+            spec = _imported(self.completes)(spec)
+        return self.load()(spec, options) or 0
+
+
+def _imported(target: str) -> Any:
+    module, function = target.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
@@ -106,12 +117,12 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         print("\n".join([*head, key_help(composed(words))]))
         return 0
     if not hydra_options:
-        return verb.load()(compose(words, default_cluster), options) or 0
+        return verb.act(compose(words, default_cluster), options)
     check_overrides(words)
     codes: list[int] = []
 
     def act(spec: RunSpec) -> None:
-        codes.append(verb.load()(spec, options) or 0)
+        codes.append(verb.act(spec, options))
 
     hydra_app([*words, *hydra_options], f"{program} {name}", act, default_cluster)
     return max(codes, default=0)

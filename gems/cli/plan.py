@@ -45,6 +45,8 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         ConfigError: an option that cannot be, a batch that does not divide, or a profile that cannot be had.
         DoesNotFitError: no configuration fits; the line says what would.
     """
+    if not spec.parallel.strips:
+        raise ConfigError("parallel.strips", "null", "is for one pipeline", f"gems plan {STRIPS} tries strips for many")
     if HYBRID in options.flags:
         shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.cli.plan_hybrid").show_hybrid
         return shown(spec, options)

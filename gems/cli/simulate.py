@@ -59,6 +59,8 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
         least, most = answer["step_range_s"]
         step = f"{least:.3g} to {most:.3g}"
         images = " to ".join(f"{answer['images_per_s'] * answer['step_s'] / each:.3g}" for each in (most, least))
+    strips = f"{answer['strips']} strips" if answer["strips"] > 1 else ""
+    most = answer["bound_any_strips"]
     rows = [
         ("step [s]", step),
         *([] if confidence is None else [("this time is", confidence.words)]),
@@ -66,16 +68,17 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
         ("images/s", images),
         ("efficiency [%]", percent(answer["efficiency"])),
         ("bubble [%]", percent(answer["bubble"])),
-        ("largest possible efficiency under the cap [%]", percent(answer["bound"])),
+        (f"largest possible efficiency under the cap{strips and f' in {strips}'} [%]", percent(answer["bound"])),
         ("  which holds for", assumptions),
         ("missed of that [%]", percent(answer["gap"])),
+        *([] if most is None else [("  in any number of strips [%]", percent(most))]),
         ("cap [units]", "none" if answer["cap"] is None else f"{answer['cap']:g}"),
         ("peak [units]", f"{max(answer['peak_units']):g}"),
     ]
-    strips = f" of {answer['strips']} strips" if answer["strips"] > 1 else ""
     title = (
         f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, "
-        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches{strips}: simulated, a prediction"
+        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches{strips and f' of {strips}'}: "
+        "simulated, a prediction"
     )
     return name_values(rows, title=title)
 

@@ -49,7 +49,7 @@ def check_memory(spec: RunSpec) -> None:
         ConfigError: a policy without its limit, or one that the machine or the schedule cannot have.
     """
     memory, machine, actions = spec.memory, spec.machine, spec.schedule.memory_actions
-    strips = spec.parallel.strips
+    strips = spec.parallel.strips or 0  # if still open, each number that is tried is checked
     if memory.name == "keep":
         return
     policy = POLICIES[memory.name]
@@ -183,6 +183,7 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
         return
     for key, value, usual in (
         ("parallel.boundaries", parallel.boundaries, None),
+        ("parallel.strips", parallel.strips or 1, 1),
         ("schedule.activation_cap", cap, None),
         ("schedule.activation_cap_bytes", cap_bytes, None),
         ("memory", spec.memory.name, "keep"),

@@ -45,6 +45,7 @@ MAX_WORLD = 2**20
 # F actions of a step: a schedule of so many is made and validated within minutes.
 MAX_FORWARDS = 2**19
 MAX_LAYERS = 10**5
+MAX_STRIPS = 2**12
 MAX_SIDE = 2**20
 MAX_COUNT = 2**31 - 1
 MAX_STEPS = 10**12
@@ -180,7 +181,10 @@ class ParallelConfig:
         None, "micro-batches of a pipeline's step; null: replications x parts", min=1, max=MAX_FORWARDS
     )
     micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
-    strips: int = number(1, "strips of rows in which a micro-batch runs, one after the other", min=1, max=2**12)
+    strips: int = number(
+        1, "strips of rows in which a micro-batch runs, one after the other; 0: as many as make the step fastest",
+        min=0, max=MAX_STRIPS,
+    )  # fmt: skip
     min_strip_positions: int = number(
         256, "rows x columns x samples of a map that a convolution or linear layer takes at least: it waits for strips "
         "until there are so many; 1: it runs in each strip", min=1, max=2**31,

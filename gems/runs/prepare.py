@@ -17,7 +17,7 @@ from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
 from gems.runs.provenance import write_bundle
-from gems.runs.run_plan import RunPlan, plan_run
+from gems.runs.run_plan import RunPlan, plan_run, with_strips_chosen
 from gems.utils.atomic_io import atomic_write, write_json
 
 
@@ -33,6 +33,7 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = Tru
     """
     if needs_labels and not find_source(spec.data).labelled:
         raise ConfigError("data", spec.data.name, "has no labels", "predict it: gems predict RUN --input FILES")
+    spec = plan.spec if plan else with_strips_chosen(spec)
     folder = RunFolder.of(spec)
     for older in older_folders(spec) if not folder.path.exists() else ():
         print(

@@ -20,6 +20,7 @@ from gems.models import layers_of
 from gems.partition.methods import partition_case, profile_used
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.runs.strips_choice import with_fastest_strips
 from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only, lower
@@ -102,6 +103,7 @@ def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
+    spec = with_strips_chosen(spec)
     _check_strips(spec)
     run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
@@ -119,6 +121,46 @@ def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
     case = memory_case(run, compute_only(schedule), boundaries)
     outcome = memory_outcome(run, case)
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
+
+
+def with_strips_chosen(spec: RunSpec) -> RunSpec:
+    """Return a resolved run with a number of strips: its own, or if that is open the one that trains fastest.
+
+    Layers take the times of their profile, unless costs are configured.
+
+    Raises:
+        ConfigError, DoesNotFitError: as `with_fastest_strips`.
+    """
+    if spec.parallel.strips:
+        return spec
+    return with_fastest_strips(spec, lambda one: _step_s(plan_run(one)))
+
+
+def with_strips_chosen_on_paper(spec: RunSpec) -> RunSpec:
+    """Return the same for a run that is only simulated, by its configured costs.
+
+    Raises:
+        ConfigError, DoesNotFitError: as `with_fastest_strips`.
+    """
+    if spec.parallel.strips or spec.memory.name != "keep":
+        return with_strips_chosen(spec)
+    return with_fastest_strips(spec, lambda one: _step_s(plan_simulation(one)))
+
+
+def _step_s(plan: RunPlan) -> float:
+    """Return the seconds of a step, of a run with devices by the profile of its layers unless costs are configured."""
+    spec, run = plan.spec, plan.run
+    if plan.memory is not None:
+        return plan.memory.step_s
+    if plan.boundaries and run.cost == CostConfig():
+        run = _by_profile(plan, plan.profile or profile_of(spec))
+    return simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
+
+
+def _by_profile(plan: RunPlan, profile: ModelProfile) -> RunSpec:
+    """Return the run with costs by its layers: the cap was kept by the plan's, and has another unit by these."""
+    free = replace(plan.spec.schedule, activation_cap=None, activation_cap_bytes=None)
+    return replace(plan.spec, cost=profiled_costs(plan.spec, profile, plan.boundaries), schedule=free)
 
 
 def _check_strips(spec: RunSpec) -> None:
@@ -148,6 +190,7 @@ def plan_simulation(spec: RunSpec) -> RunPlan:
     """
     if spec.memory.name != "keep":
         return plan_run(spec)
+    spec = with_strips_chosen_on_paper(spec)
     run = with_profiled_costs(spec)
     schedule = lowered_schedule(run)
     if run.cost.name == PROFILE and schedule.has_memory_actions:
@@ -161,7 +204,7 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     Raises:
         ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile that cannot be had.
     """
-    run = with_profiled_costs(_of_model(spec))
+    run = with_profiled_costs(_of_model(with_strips_chosen(spec)))
     compute = compute_schedule(run)
     return memory_case(run, compute, _unlimited_partition(run, compute))
 
@@ -212,9 +255,7 @@ def predict_steps_s(plan: RunPlan) -> float | None:
         if plan.memory is not None:
             return steps * plan.memory.step_s
         if run.cost.name != PROFILE:
-            # the cap was kept by the plan's costs, and has another unit by these
-            free = replace(spec.schedule, activation_cap=None, activation_cap_bytes=None)
-            run = replace(spec, cost=profiled_costs(spec, profile, plan.boundaries), schedule=free)
+            run = _by_profile(plan, profile)
     return steps * simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
 
 

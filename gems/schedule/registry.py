@@ -30,7 +30,8 @@ class Request:
     `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P equal parts of the
     model. The rest is for generators that search: `seed` and `budget_s` bound their search, `allow` names the memory
     actions that they may use ("recompute", "offload"), `max_stages` is the most stages of the model, if known,
-    `num_stages` their number, if the model's cut is given, and `num_strips` the strips of each micro-batch.
+    `num_stages` their number, if the model's cut is given, and `num_strips` the strips of each micro-batch, between
+    which `shared_latency` of the network's latency is shared: with more strips a message has less of it.
     """
 
     num_ranks: int
@@ -47,6 +48,7 @@ class Request:
     max_stages: int | None = None
     num_stages: int | None = None
     num_strips: int = 1
+    shared_latency: float = 0.0
 
     def allows(self, num_stages: int) -> bool:
         """Return whether the model can have so many stages."""

@@ -27,10 +27,10 @@ from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.costs import activation_cap, depth_costs, network_in_seconds, network_in_units, schedule_costs
 from gems.simulation.model_costs import PROFILE, ModelCosts
-from gems.simulation.model_search import search_under_policy, search_with_cut
+from gems.simulation.model_search import search_under_policy, search_with_cut, search_within_bytes
 from gems.utils.cache import cached
 
-SEARCH = 5  # another number for searches that would find other schedules
+SEARCH = 6  # another number for searches that would find other schedules
 
 
 def compute_schedule(spec: RunSpec) -> Schedule:
@@ -56,8 +56,9 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
     Without a cap, under a memory policy, it is the schedule that is fastest under that policy.
 
     The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
-    `placement`, `method` and `candidates`; with cost=profile also `boundaries`, the cut that was found with the
-    schedule, and `unit_bytes`, the bytes of a cap of 1. The profile is that of the run, unless it is given.
+    `bound_any_strips` (the same in any number of strips, by these costs), `placement`, `method` and `candidates`; with
+    cost=profile also `boundaries`, the cut that was found with the schedule, and `unit_bytes`, the bytes of a cap of 1.
+    The profile is that of the run, unless it is given.
 
     Raises:
         ConfigError: a cap that no placement can keep, or a profile that cannot be had.
@@ -68,16 +69,23 @@ def search_schedule(spec: RunSpec, profile: ModelProfile | None = None) -> dict[
     is_under_policy = spec.memory.name != "keep" and request.cap is None
     if is_under_policy:
         facts = (*facts, spec.memory, spec.machine, spec.cluster, spec.parallel.replicas)
+    cap_bytes = spec.schedule.activation_cap_bytes if request.num_strips > 1 and spec.memory.name == "keep" else None
+    if cap_bytes is not None:
+        facts = (*facts, cap_bytes)
 
     def search() -> dict[str, Any]:
         more: dict[str, Any] = {}
         if model is None:
             answer = capped(request, published_schedules(request))
         else:
-            searched = search_under_policy(spec, request, model) if is_under_policy else search_with_cut(request, model)
-            answer, boundaries = searched
+            if is_under_policy:
+                answer, boundaries = search_under_policy(spec, request, model)
+            elif cap_bytes is not None:
+                answer, boundaries = search_within_bytes(spec, request, model, cap_bytes)
+            else:
+                answer, boundaries = search_with_cut(request, model)
             more = {"boundaries": list(boundaries), "unit_bytes": model.unit_bytes}
-        names = ("bound", "placement", "method", "candidates")
+        names = ("bound", "bound_any_strips", "placement", "method", "candidates")
         return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names} | more
 
     return cached(spec.cache_dir, CAPPED, repr(facts), search)
@@ -131,7 +139,7 @@ def schedule_request(spec: RunSpec) -> Request:
         chunks=schedule.chunks, cap=activation_cap(spec), costs=depth_costs(spec), network=network_in_units(spec),
         allow=tuple(sorted(schedule.memory_actions)), max_stages=schedule.max_stages,
         placements=tuple(schedule.placements), seed=spec.seed, budget_s=schedule.budget_s,
-        num_strips=parallel.strips,
+        num_strips=parallel.strips, shared_latency=spec.cost.link / parallel.strips,
     )  # fmt: skip
 
 

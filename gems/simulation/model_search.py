@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
+from gems.memory.plan import MemoryPlan
 from gems.partition.methods import partition_model
 from gems.partition.step_time import Boundaries
 from gems.schedule import CAPPED, PLACEMENTS
@@ -31,6 +32,7 @@ SHARE = 0.4  # of the budget, for a search at one cap of the ladder, of which th
 FIRST_SHARE = 0.5  # of that, for the searches before these, on one placement each
 FIRST_CUT, CUT = 1 / 8, 0.4  # of the cuts that may be simulated: for each placement, and for the schedule found
 PLAN_SHARE = 0.1  # of memory.budget_s, for the plan of each schedule from which one is chosen
+MAX_LOWERED, MARGIN = 4, 1e-3  # times that the cap of strips is lowered, each time so much more than by their bytes
 NEAR = 1.1  # times the fastest, up to which a placement is cut again once all have been
 
 
@@ -38,6 +40,36 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[Found, Boundar
     """Return the fastest schedule found and the cut of the model that it runs with."""
     *_, (found, model) = _climbed(request, model)
     return found, model.cut(found.schedule.placement)
+
+
+def search_within_bytes(spec: RunSpec, request: Request, model: ModelCosts, cap_bytes: int) -> tuple[Found, Boundaries]:
+    """Return what is found for strips whose activations, with the rows that they share, stay within bytes.
+
+    The costs of a search are equal shares of a whole image, so it is given a lower cap until what is found keeps it.
+
+    Raises:
+        ConfigError: no schedule that keeps the cap was found.
+    """
+    cap, bounds, held = request.cap or 0.0, None, 0
+    for _ in range(MAX_LOWERED):
+        try:
+            found, boundaries = search_with_cut(replace(request, cap=cap), model)
+        except ConfigError:
+            if not held:
+                raise
+            break
+        bounds = bounds or found
+        case = memory_case(spec, found.schedule, boundaries, model.profile)
+        plan = MemoryPlan.keeping(case.boundaries)
+        held = max(rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan)))
+        if held <= cap_bytes:
+            return replace(found, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips), boundaries
+        cap *= cap_bytes / held * (1 - MARGIN)
+    raise ConfigError(
+        "schedule.activation_cap_bytes", cap_bytes,
+        f"leaves no schedule in {request.num_strips} strips, which with the rows that they share hold {held}",
+        "raise it, or use another number of strips",
+    )  # fmt: skip
 
 
 def search_under_policy(spec: RunSpec, request: Request, model: ModelCosts) -> tuple[Found, Boundaries]:

@@ -47,6 +47,7 @@ class Prediction:
 
     Attributes:
         run: with the costs that it was simulated with.
+        bounds: the largest efficiency in so many strips, and of a search in any number of them.
         step: with machine.noise, the median of drawn steps.
         interval: the spans between which 95 % of the drawn steps lie; without noise, the step's span twice.
         unit_s: seconds in a unit of time.
@@ -61,10 +62,15 @@ class Prediction:
     step: Simulation
     times: tuple[RankTime, ...]
     memory: tuple[RankMemory, ...]
-    bound: float
+    bounds: tuple[float, float | None]
     interval: tuple[float, float]
     unit_s: float
     activation_bytes: int
+
+    @property
+    def bound(self) -> float:
+        """The largest efficiency in so many strips."""
+        return self.bounds[0]
 
     @property
     def step_s(self) -> float:
@@ -88,8 +94,10 @@ class Prediction:
 
         Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x step, time in which a
         rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
-        the schedule has; times without noise), and the part of the bound that is missed. Lists have an item a rank of
-        one pipeline: replicas are alike. Sizes in bytes are null where cost.activation_bytes is not given.
+        the schedule has; times without noise), and the part of the bound that is missed. Of schedule=capped `bound` is
+        that of `strips` strips on any placement, and `bound_any_strips` that of any number of them, with layers as fast
+        as in these; null of others. Lists have an item a rank of one pipeline: replicas are alike. Sizes in bytes are
+        null where cost.activation_bytes is not given.
         `is_calibrated` and `step_range_s` say how far the step's time can be trusted, null where that is not known or
         does not apply.
         """
@@ -108,7 +116,8 @@ class Prediction:
             "step_low_s": self.interval[0] * unit_s, "step_high_s": self.interval[1] * unit_s,
             "images_per_s": global_batch(spec) / self.step_s, "efficiency": step.efficiency,
             "bubble": 1.0 - computing / (num_ranks * step.span),
-            "bound": self.bound, "gap": 1.0 - step.efficiency / self.bound, "cap": self.cap,
+            "bound": self.bound, "bound_any_strips": self.bounds[1],
+            "gap": 1.0 - step.efficiency / self.bound, "cap": self.cap,
             "peak_units": list(step.peak),
             "peak_activation_bytes": [peak * size for peak in step.peak] if size else unknown,
             "peak_bytes": list(self.peak_bytes or unknown),
@@ -132,7 +141,7 @@ def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
         run, schedule, costs, network, cap, step,
         rank_times(schedule, costs, step, network, replica_pace(run, 0)),
         _kept_memory(run, schedule, costs, step),
-        _efficiency_bound(run, schedule, costs, network, max(step.peak) if cap is None else cap),
+        _efficiency_bounds(run, schedule, costs, network, max(step.peak) if cap is None else cap),
         interval, run.cost.unit_s, run.cost.activation_bytes,
     )  # fmt: skip
 
@@ -143,15 +152,16 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     network, _ = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)
     step, interval = _with_jitter(run, schedule, costs, network, None, outcome.simulation)
     cap = activation_cap(run) if schedule.name == CAPPED else None
+    bounds: tuple[float, float | None]
     if cap is None:
-        bound = memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network)
+        bounds = memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network), None
     else:
-        bound = float(search_schedule(run)["bound"])
+        bounds = _search_bounds(run)
     return Prediction(
         run, schedule, costs, network, None if cap is None else cap * run.cost.activation_bytes, step,
         rank_times(schedule, costs, step, network),
         _memory_over_time(outcome.ranks, step),
-        bound, interval, 1.0, 1,
+        bounds, interval, 1.0, 1,
     )  # fmt: skip
 
 
@@ -192,15 +202,22 @@ def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[
     return tuple(memory)
 
 
-def _efficiency_bound(run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
+def _efficiency_bounds(
+    run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float
+) -> tuple[float, float | None]:
     """Return the efficiency that no order on the same placement exceeds under the cap; see `memory_time_bound`.
 
-    A search knows its own, over all placements that it may use.
+    A search knows its own, over all placements that it may use, and that in any number of strips.
     """
     if schedule.name == CAPPED:
-        return float(search_schedule(run)["bound"])
+        return _search_bounds(run)
     allow = allowed_actions(run, schedule)
-    return memory_time_bound(costs, schedule.placement, cap, schedule.has_split_backward, network, allow)
+    return memory_time_bound(costs, schedule.placement, cap, schedule.has_split_backward, network, allow), None
+
+
+def _search_bounds(run: RunSpec) -> tuple[float, float]:
+    found = search_schedule(run)
+    return float(found["bound"]), float(found["bound_any_strips"])
 
 
 def allowed_actions(run: RunSpec, schedule: Schedule) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
+from gems.runs.run_plan import with_strips_chosen
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.node_blocklist import NodeBlocklist
@@ -111,7 +112,7 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
     """Return the run to submit, and notes for the user."""
     notes = []
-    spec = changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides)
+    spec = with_strips_chosen(changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides))
     if job_spec(spec).is_batch:
         blocked = NodeBlocklist(folder.path.parent).entries(spec.cluster.name)
         exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])

@@ -17,6 +17,7 @@ from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.errors import ConfigError, nearest, one_of
 from gems.runs.folder import RunFolder
+from gems.runs.run_plan import with_strips_chosen
 from gems.simulation.profiled_costs import with_profiled_costs
 
 GROUP = "study"
@@ -78,7 +79,7 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
     for number, chosen in enumerate(itertools.product(*axes, study.points or [[]]), 1):
         words = tuple(itertools.chain(*chosen))
         try:
-            spec = compose([f"name='{name}'", *study.base, *words, *overrides])
+            spec = with_strips_chosen(compose([f"name='{name}'", *study.base, *words, *overrides]))
             with_profiled_costs(spec)  # refuses what cannot be partitioned before any point runs
         except ConfigError as error:
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"

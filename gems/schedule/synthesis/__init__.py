@@ -19,7 +19,12 @@ from gems.schedule.strips import StripCosts
 from gems.schedule.synthesis.bound import rough_span, span_bound
 from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Act, Problem, least_room, problem
 from gems.schedule.synthesis.search import GREEDY, Search
-from gems.schedule.synthesis.strip_scheduler import least_strip_room, strip_schedules, strips_span_bound
+from gems.schedule.synthesis.strip_scheduler import (
+    any_strips_span_bound,
+    least_strip_room,
+    strip_schedules,
+    strips_span_bound,
+)
 from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.synthesis.whole_backward import with_whole_backwards
 from gems.schedule.validate import validate
@@ -41,14 +46,16 @@ class Found:
     """A schedule and how good it is.
 
     `span` is in the units of the costs, `peak` in those of a cap. `bound` is an efficiency that no schedule on the
-    allowed placements exceeds, `gap` what is missing to it, as a part of it. `method` is what made the schedule
-    (greedy, pattern, annealing, solver, or the name of a published family), `candidates` how many were simulated.
+    allowed placements exceeds in so many strips, `gap` what is missing to it, as a part of it, and `bound_any_strips`
+    one that none exceeds in any number of strips. `method` is what made the schedule (greedy, pattern, annealing,
+    solver, or the name of a published family), `candidates` how many were simulated.
     """
 
     schedule: Schedule
     span: float
     efficiency: float
     bound: float
+    bound_any_strips: float
     gap: float
     placement: str
     peak: tuple[float, ...]
@@ -104,6 +111,7 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
     shortest = min(_time_bound(request, one.placement, one.counts) for one in possible)
+    shortest_any = min(_any_strips_bound(request, one.placement, one.counts) for one in problems)
     num_tried, listed = _listed(request, _affordable(request, possible, budget), budget, shortest)
     for one, method, schedule in listed:
         best = faster(schedule, method)
@@ -116,15 +124,22 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     result, schedule, method = best
     validate(schedule, request.costs.of(schedule.placement), cap)
     counts = Counter(schedule.directions().values())
-    own = _time_bound(request, schedule.placement, [counts[way] for way in range(schedule.num_directions)])
-    shortest = min(shortest, own)
-    bound = min(1.0, result.efficiency * result.span / shortest) if shortest else 1.0
+    own = schedule.placement, [counts[way] for way in range(schedule.num_directions)]
+    shortest, shortest_any = (
+        min(shortest, _time_bound(request, *own)),
+        min(shortest_any, _any_strips_bound(request, *own)),
+    )
+    shortest_any = shortest if allow else shortest_any  # which leave one number of strips
+    bound, bound_any = (
+        min(1.0, result.efficiency * result.span / least) if least else 1.0 for least in (shortest, shortest_any)
+    )
     known = _placements(replace(request, placements=()))
     return Found(
         schedule=replace(schedule, name=CAPPED),
         span=result.span,
         efficiency=result.efficiency,
         bound=bound,
+        bound_any_strips=bound_any,
         gap=1.0 - result.efficiency / bound if bound else 0.0,
         placement=next((name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"),
         peak=result.peak,
@@ -224,7 +239,19 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
 
 def _time_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
     costs, cap, network = request.costs.of(placement), request.cap, request.network
-    bound = span_bound(costs, placement, counts, cap, network, request.allow)
+    bound = max(
+        span_bound(costs, placement, counts, cap, network, request.allow), _any_strips_bound(request, placement, counts)
+    )
     if request.num_strips == 1:
         return bound
     return max(bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network))
+
+
+def _any_strips_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
+    """Return a time that no step without memory actions is shorter than in any number of strips."""
+    if request.allow:
+        return 0.0
+    costs, network, shared = request.costs.of(placement), request.network, request.shared_latency
+    latency, node_latency = (max(0.0, each - shared) for each in (network.latency, network.node_latency))
+    least = replace(network, latency=latency, node_latency=node_latency)
+    return any_strips_span_bound(costs, placement, counts, request.num_strips, request.cap, least)

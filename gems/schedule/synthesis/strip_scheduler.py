@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import accumulate, pairwise
 
 from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.registry import CAPPED
 from gems.schedule.schedule import Schedule
-from gems.schedule.synthesis.bound import CAP_SLACK, ROUNDING, SUMMING
+from gems.schedule.strips import strip_costs
+from gems.schedule.synthesis.bound import CAP_SLACK, ROUNDING, SUMMING, rough_span
 from gems.schedule.synthesis.problem import Problem
 from gems.schedule.synthesis.templates import Budget
 
@@ -18,6 +20,7 @@ Key = tuple[int, int]  # direction and stage
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 STEPS_PER_OPERATION = 2  # of a budget
 ORDERS = ((_I, _F, _W), (_F, _I, _W), (_I, _W, _F))
+VANISHING = 2**40  # strips of a strip, which then takes no time
 
 
 class StripScheduler:
@@ -209,3 +212,42 @@ def strips_span_bound(
             idle = max(0.0, back[stages[-1]] - room * max(rates))
         longest = max(longest, num * work + num // num_strips * idle)
     return longest * (1 - SUMMING)
+
+
+def any_strips_span_bound(
+    costs: StageCosts, placement: Placement, counts: Sequence[int], num_strips: int, cap: float | None, network: Network
+) -> float:
+    """Return a time that no step is shorter than, in whatever number of strips.
+
+    Costs and counts are those of strips, `num_strips` to a micro-batch; the latency of the network is what a message
+    takes however small it is. More strips shorten the way of each through the stages and nothing else, so what holds of
+    ranks in strips that take no time holds of any. Beside their work there is the way of one micro-batch, whose
+    gradients wait for its last strip.
+    """
+    small, many = strip_costs(costs, VANISHING), [count * VANISHING for count in counts]
+    passes = [_pass(costs, placement, way, num_strips, network) for way, count in enumerate(counts) if count]
+    return max(
+        min(passes) * (1 - SUMMING),
+        rough_span(small, placement, many, cap, network),
+        strips_span_bound(small, placement, sum(many), num_strips * VANISHING, cap, network),
+    )
+
+
+def _pass(costs: StageCosts, placement: Placement, way: int, num_strips: int, network: Network) -> float:
+    """Return the least time in which one micro-batch goes through the stages, and then its gradients back.
+
+    Each of the two takes on every rank the way there, what the rank does, and the way on.
+    """
+    ranks = placement.ranks[way]
+    hops = [pair if pair[0] != pair[1] else None for pair in pairwise(ranks)]
+    there = [0.0, *accumulate(0.0 if hop is None else network.delay(*hop, 0.0) for hop in hops)]
+    back = [0.0, *accumulate(0.0 if hop is None else network.delay(*hop[::-1], 0.0) for hop in hops)]
+    forward = backward = 0.0
+    for rank in set(ranks):
+        stages = [stage for stage, on in enumerate(ranks) if on == rank]
+        first, last = stages[0], stages[-1]
+        forwards = num_strips * sum(costs.forward[stage] for stage in stages)
+        gradients = num_strips * sum(costs.input_grad[stage] for stage in stages)
+        forward = max(forward, there[first] + forwards + there[-1] - there[last])
+        backward = max(backward, back[-1] - back[last] + gradients + back[first])
+    return forward + backward
