@@ -9,13 +9,19 @@ import pytest
 from gems.errors import ConfigError
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.families.published_schedules import published_schedules
-from gems.schedule.placement import bidirectional, linear, v, wave
+from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 from gems.schedule.strips import StripCosts
 from gems.schedule.synthesis import Found, capped
 from gems.schedule.synthesis.problem import problem
-from gems.schedule.synthesis.strip_scheduler import ORDERS, StripScheduler, least_strip_room, strip_schedules
+from gems.schedule.synthesis.strip_scheduler import (
+    ORDERS,
+    StripScheduler,
+    any_strips_span_bound,
+    least_strip_room,
+    strip_schedules,
+)
 from gems.schedule.synthesis.templates import Budget
 from gems.schedule.validate import validate
 
@@ -55,6 +61,52 @@ def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed
     found = capped(request, published_schedules(request))
     validate(found.schedule, StripCosts(costs, strips).of(found.schedule.placement), request.cap)
     assert found.efficiency <= found.bound + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int) -> None:
+    random = Random(seed)
+    num_ranks, num, link = random.randint(2, 4), random.randint(1, 3), random.choice((0.0, 0.3))
+    times, sizes = (tuple(random.uniform(0.5, 3.0) for _ in range(4)) for _ in range(2))
+    costs = DepthCosts(
+        num_ranks, *(random.uniform(0.3, 2.0) for _ in range(3)), boundary_bytes=random.choice((0.0, 1.0)), times=times,
+        activations=sizes,
+    )  # fmt: skip
+    latency, cap = random.choice((0.0, 0.02, 0.2)), random.uniform(1.3, 3.0)
+    spans, bounds, over_all = [], [], []
+    for strips in (1, 2, 3, random.randint(4, 16), random.randint(17, 64)):
+        request = Request(
+            num_ranks, num, cap=cap, costs=costs, network=Network(latency + link / strips, 0.05), num_strips=strips,
+            shared_latency=link / strips, budget_s=0.2,
+        )  # fmt: skip
+        found = capped(request, published_schedules(request))
+        work = found.efficiency * found.span
+        spans.append(found.span)
+        bounds.append(work / found.bound)
+        over_all.append(work / found.bound_any_strips)
+    assert min(spans) >= max(over_all) * (1 - 1e-9)
+    assert all(bound >= least * (1 - 1e-9) for bound, least in zip(bounds, over_all, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("placement", "least"), [(linear(4), 3 * 0.25 + 3), (v(4), 2 * (6 * 0.25 + 1))], ids=["linear", "v"]
+)
+def test_the_bound_over_all_numbers_is_met_by_one_micro_batch_in_many_strips(
+    placement: Placement, least: float
+) -> None:
+    """The way to the last rank and its work, or the hops of all stages and a rank's forward, and so back."""
+    network, strips = Network(latency=0.25), 512
+    costs = StripCosts(DepthCosts(4), strips).of(placement)
+    bound = any_strips_span_bound(costs, placement, [strips], strips, None, network)
+    assert bound == pytest.approx(least)
+    run = StripScheduler(problem("made up", placement, strips, costs, network, None), strips, ORDERS[0])
+    assert bound <= simulate(run.schedule(), costs, network).span <= 1.6 * bound
+
+
+def test_under_a_cap_of_one_a_rank_waits_for_the_messages_of_each_micro_batch_in_any_strips() -> None:
+    costs, network = StripCosts(DepthCosts(4), 8).of(linear(4)), Network(latency=0.1)
+    free, capped_at_one = (any_strips_span_bound(costs, linear(4), [5 * 8], 8, cap, network) for cap in (None, 1.0))
+    assert free == pytest.approx(5 * 3 + 3 * 0.1) and capped_at_one == pytest.approx(5 * (3 + 6 * 0.1))
 
 
 @pytest.mark.parametrize("placement", [linear(3), v(3), wave(3, 4), bidirectional(3)], ids=str)

@@ -1,0 +1,180 @@
+"""gems.runs.strips_choice: the number of strips of runs that leave it open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems.__main__ import VERBS
+from gems.cli.framework import main
+from gems.config.compose import compose
+from gems.config.constraints import check_constraints
+from gems.config.resolve import run_id
+from gems.config.schema import RunSpec, ScheduleConfig
+from gems.errors import ConfigError, DoesNotFitError
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.runs.run_plan import plan_run, plan_simulation, predict, with_strips_chosen
+from gems.runs.strips_choice import GAIN, with_fastest_strips
+from tests.engine import toys
+
+Outcome = float | ConfigError | DoesNotFitError
+
+
+def simulated(tmp_path: Path, *words: str) -> RunSpec:
+    return compose(["machine=simulated", f"cache_dir={tmp_path}/cache", f"runs_dir={tmp_path}/runs", *words])
+
+
+def tried(spec: RunSpec, outcomes: Mapping[int, Outcome]) -> tuple[int, list[int]]:
+    """Return the strips that are chosen when numbers of strips have these outcomes, and which were tried."""
+    asked: list[int] = []
+
+    def step_s(one: RunSpec) -> float:
+        asked.append(one.parallel.strips)
+        outcome = outcomes[one.parallel.strips]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return with_fastest_strips(spec, step_s).parallel.strips, asked
+
+
+REFUSED = ConfigError("parallel.strips", 2, "must be 1")
+
+
+def too_large(needed_bytes: int) -> DoesNotFitError:
+    return DoesNotFitError("rank 0", needed_bytes, 10, "")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "chosen"),
+    [
+        ({1: 8.0, 2: 4.0, 4: 4.0}, (2, [1, 2, 4, 8])),
+        ({1: 8.0, 2: 4.0, 4: 3.99}, (2, [1, 2, 4])),
+        ({1: 8.0, 2: 9.0, 4: 4.0, 8: 4.1}, (4, [1, 2, 4, 8, 16])),
+        ({1: 8.0, 2: 9.0, 4: 7.95}, (1, [1, 2, 4])),
+        ({1: 8.0, 2: REFUSED}, (1, [1, 2])),
+        ({1: REFUSED, 2: 8.0, 4: 4.0, 8: 3.99}, (4, [1, 2, 4, 8])),
+        ({1: too_large(9), 2: too_large(30), 4: too_large(20), 8: 4.0, 16: 3.99}, (8, [1, 2, 4, 8, 16])),
+        ({1: 8.0, 2: too_large(30)}, (1, [1, 2])),
+    ],
+)
+def test_a_doubling_must_gain_and_what_cannot_be_is_left_out(
+    tmp_path: Path, outcomes: dict[int, Outcome], chosen: tuple[int, list[int]]
+) -> None:
+    slow: dict[int, Outcome] = {2**power: 9.5 for power in range(8)}
+    assert tried(simulated(tmp_path), slow | outcomes) == chosen
+
+
+def test_where_none_can_be_the_error_is_that_of_the_number_that_needs_least(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="20 bytes"):
+        tried(simulated(tmp_path), {1: too_large(40), 2: too_large(20), 4: too_large(20)})
+    with pytest.raises(ConfigError, match="must be 1"):
+        tried(simulated(tmp_path), {1: REFUSED, 2: ConfigError("x", 1, "is another")})
+
+
+def gaining(step: Callable[[int], float]) -> int:
+    strips = 1
+    while step(2 * strips) <= step(strips) * (1 - GAIN):
+        strips *= 2
+    return strips
+
+
+@pytest.mark.parametrize("partitions", [2, 4])
+def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(tmp_path: Path, partitions: int) -> None:
+    words = [f"parallel.partitions={partitions}", "parallel.micro_batches=4", "schedule=layer_parallel"]
+    plan = plan_simulation(simulated(tmp_path, *words, "parallel.strips=null"))
+    expected = gaining(lambda strips: (strips + partitions - 1) / strips)
+    assert plan.schedule.num_strips == plan.spec.parallel.strips == expected
+    assert predict(plan).step.efficiency == pytest.approx(expected / (expected + partitions - 1))
+
+
+def test_a_search_under_a_cap_is_as_fast_as_with_the_number_given(tmp_path: Path) -> None:
+    words = ["parallel.partitions=2", "parallel.micro_batches=4", "schedule=capped", "schedule.activation_cap=1",
+             "schedule.budget_s=0.5"]  # fmt: skip
+    found = predict(plan_simulation(simulated(tmp_path, *words, "parallel.strips=null")))
+    given = {k: predict(plan_simulation(simulated(tmp_path, *words, f"parallel.strips={k}"))).step_s for k in (1, 2, 4)}
+    best = min(given.values())
+    assert found.schedule.num_strips > 1 and found.step_s <= best / (1 - GAIN)
+
+
+def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
+    words = ["parallel.partitions=4", "parallel.micro_batches=2", "schedule=gpipe", "parallel.strips=null"]
+    free, slow = (
+        plan_simulation(simulated(tmp_path, *words, f"machine.link_latency_s={latency}")) for latency in (0.0, 1.0)
+    )
+    assert 1 <= slow.schedule.num_strips < free.schedule.num_strips
+
+
+def test_one_rank_and_a_graph_of_operators_stay_whole(tmp_path: Path) -> None:
+    one = simulated(tmp_path, "schedule=gpipe", "parallel.partitions=1", "parallel.strips=null")
+    assert with_strips_chosen(one).parallel.strips == 1
+    placed = replace(one, schedule=ScheduleConfig("placed"), parallel=replace(one.parallel, partitions=2))
+    assert tried(placed, {1: 8.0, 2: 4.0}) == (1, [1])
+    with pytest.raises(ConfigError, match=r"parallel\.strips=2: is for schedules of stages"):
+        check_constraints(replace(placed, parallel=replace(placed.parallel, strips=2)))
+
+
+def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(tmp_path: Path) -> None:
+    words = ["machine=emulated", "schedule=gpipe", "parallel.partitions=2", "parallel.micro_batches=2"]
+    folder = prepare(simulated(tmp_path, *words, "parallel.strips=null"))
+    chosen = folder.read_spec()
+    assert chosen.parallel.strips == folder.read_schedule().num_strips > 1
+    given = simulated(tmp_path, *words, f"parallel.strips={chosen.parallel.strips}")
+    assert run_id(given) == run_id(chosen) and RunFolder.of(given).path == folder.path
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """One image a step through a ResNet without norms on two ranks."""
+    model = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
+    data = replace(toys.make_spec("1f1b", 2).data, height_px=32, width_px=8)
+    made = toys.make_spec("1f1b", 2, model=model, data=data, cache_dir=str(tmp_path_factory.mktemp("cache")))
+    return replace(made, parallel=replace(made.parallel, micro_batches=1, parts=1, replications=1, strips=None))
+
+
+def test_layers_take_the_times_of_their_profile_so_strips_do_not_become_thin(opened: RunSpec) -> None:
+    chosen = plan_run(opened)
+    assert 1 < chosen.spec.parallel.strips == chosen.schedule.num_strips < opened.data.height_px
+    assert chosen.spec == replace(opened, parallel=chosen.spec.parallel)
+
+
+def test_what_needs_the_whole_image_stays_whole(opened: RunSpec) -> None:
+    assert plan_run(replace(opened, model=replace(opened.model, norm="batch"))).spec.parallel.strips == 1
+
+
+def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec) -> None:
+    asked = replace(opened, schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2))
+    many = plan_run(replace(asked, parallel=replace(asked.parallel, strips=8)))
+    assert many.kept is not None
+    held = max(rank.peak_activation_bytes for rank in many.kept.ranks)
+    unit_bytes = many.costs.activation_bytes
+    assert held > unit_bytes, "the search counts equal shares of the image"
+    capped = replace(asked, schedule=ScheduleConfig("capped", activation_cap_bytes=unit_bytes, budget_s=0.2))
+    with pytest.raises(ConfigError, match=f"leaves no schedule in 8 strips, which .* hold {held}"):
+        plan_run(replace(capped, parallel=replace(capped.parallel, strips=8)))
+    plan = plan_run(capped)
+    kept = plan.kept
+    assert kept is None or max(rank.peak_activation_bytes for rank in kept.ranks) <= unit_bytes
+    roomy = replace(capped, schedule=replace(capped.schedule, activation_cap_bytes=2 * held))
+    assert plan_run(roomy).schedule.num_strips > 1
+
+
+def test_simulate_prints_both_bounds_and_plan_refuses_one_pipelines_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["machine=simulated", f"cache_dir={tmp_path}", "parallel.partitions=2", "parallel.micro_batches=2",
+             "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2", "parallel.strips=null",
+             ]  # fmt: skip
+    assert main("gems", VERBS, ["simulate", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["efficiency"] <= answer["bound"] <= answer["bound_any_strips"] <= 1 and answer["strips"] > 1
+    assert main("gems", VERBS, ["simulate", *words]) == 0
+    text = capsys.readouterr().out
+    assert f"under the cap in {answer['strips']} strips [%]" in text and "in any number of strips [%]" in text
+    assert main("gems", VERBS, ["plan", *words]) == 2
+    assert "gems plan --strips" in capsys.readouterr().err
