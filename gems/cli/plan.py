@@ -46,7 +46,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         DoesNotFitError: no configuration fits; the line says what would.
     """
     if not spec.parallel.strips:
-        raise ConfigError("parallel.strips", "null", "is for one pipeline", f"gems plan {STRIPS} tries strips for many")
+        raise ConfigError("parallel.strips", 0, "is for one pipeline", f"gems plan {STRIPS} tries strips for many")
     if HYBRID in options.flags:
         shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.cli.plan_hybrid").show_hybrid
         return shown(spec, options)

@@ -49,7 +49,7 @@ def check_memory(spec: RunSpec) -> None:
         ConfigError: a policy without its limit, or one that the machine or the schedule cannot have.
     """
     memory, machine, actions = spec.memory, spec.machine, spec.schedule.memory_actions
-    strips = spec.parallel.strips or 0  # if still open, each number that is tried is checked
+    strips = spec.parallel.strips  # if still open, each number that is tried is checked
     if memory.name == "keep":
         return
     policy = POLICIES[memory.name]

@@ -8,25 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from gems.errors import ConfigError, nearest, one_of
 
 T = TypeVar("T")
-if TYPE_CHECKING:
-    Open = Annotated[T, "null until the plan of the run chooses"]
-else:
-
-    class Open:
-        """The type of a field that may be null in a configuration, and of which the plan of a run makes a value.
-
-        For type checkers it is that of the value, for all who read the field come after the plan.
-        """
-
-        def __class_getitem__(cls, kind: type) -> UnionType:
-            return kind | None
-
-
 MAX_INT = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
 MIN_REAL, MAX_REAL = 1e-30, 1e30

@@ -1,4 +1,4 @@
-"""The number of strips of a run that leaves it open (parallel.strips=null): the one whose simulated step is fastest."""
+"""The number of strips of a run that leaves it open (parallel.strips=0): the one whose simulated step is fastest."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def gaining(step: Callable[[int], float]) -> int:
 @pytest.mark.parametrize("partitions", [2, 4])
 def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(tmp_path: Path, partitions: int) -> None:
     words = [f"parallel.partitions={partitions}", "parallel.micro_batches=4", "schedule=layer_parallel"]
-    plan = plan_simulation(simulated(tmp_path, *words, "parallel.strips=null"))
+    plan = plan_simulation(simulated(tmp_path, *words, "parallel.strips=0"))
     expected = gaining(lambda strips: (strips + partitions - 1) / strips)
     assert plan.schedule.num_strips == plan.spec.parallel.strips == expected
     assert predict(plan).step.efficiency == pytest.approx(expected / (expected + partitions - 1))
@@ -96,14 +96,14 @@ def test_of_a_published_schedule_it_is_where_the_closed_form_gains_no_more(tmp_p
 def test_a_search_under_a_cap_is_as_fast_as_with_the_number_given(tmp_path: Path) -> None:
     words = ["parallel.partitions=2", "parallel.micro_batches=4", "schedule=capped", "schedule.activation_cap=1",
              "schedule.budget_s=0.5"]  # fmt: skip
-    found = predict(plan_simulation(simulated(tmp_path, *words, "parallel.strips=null")))
+    found = predict(plan_simulation(simulated(tmp_path, *words, "parallel.strips=0")))
     given = {k: predict(plan_simulation(simulated(tmp_path, *words, f"parallel.strips={k}"))).step_s for k in (1, 2, 4)}
     best = min(given.values())
     assert found.schedule.num_strips > 1 and found.step_s <= best / (1 - GAIN)
 
 
 def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
-    words = ["parallel.partitions=4", "parallel.micro_batches=2", "schedule=gpipe", "parallel.strips=null"]
+    words = ["parallel.partitions=4", "parallel.micro_batches=2", "schedule=gpipe", "parallel.strips=0"]
     free, slow = (
         plan_simulation(simulated(tmp_path, *words, f"machine.link_latency_s={latency}")) for latency in (0.0, 1.0)
     )
@@ -111,7 +111,7 @@ def test_messages_that_take_time_make_strips_fewer(tmp_path: Path) -> None:
 
 
 def test_one_rank_and_a_graph_of_operators_stay_whole(tmp_path: Path) -> None:
-    one = simulated(tmp_path, "schedule=gpipe", "parallel.partitions=1", "parallel.strips=null")
+    one = simulated(tmp_path, "schedule=gpipe", "parallel.partitions=1", "parallel.strips=0")
     assert with_strips_chosen(one).parallel.strips == 1
     placed = replace(one, schedule=ScheduleConfig("placed"), parallel=replace(one.parallel, partitions=2))
     assert tried(placed, {1: 8.0, 2: 4.0}) == (1, [1])
@@ -121,7 +121,7 @@ def test_one_rank_and_a_graph_of_operators_stay_whole(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(tmp_path: Path) -> None:
     words = ["machine=emulated", "schedule=gpipe", "parallel.partitions=2", "parallel.micro_batches=2"]
-    folder = prepare(simulated(tmp_path, *words, "parallel.strips=null"))
+    folder = prepare(simulated(tmp_path, *words, "parallel.strips=0"))
     chosen = folder.read_spec()
     assert chosen.parallel.strips == folder.read_schedule().num_strips > 1
     given = simulated(tmp_path, *words, f"parallel.strips={chosen.parallel.strips}")
@@ -132,9 +132,9 @@ def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(
 def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """One image a step through a ResNet without norms on two ranks."""
     model = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
-    data = replace(toys.make_spec("1f1b", 2).data, height_px=32, width_px=8)
+    data = replace(toys.make_spec("1f1b", 2).data, height_px=128, width_px=8)
     made = toys.make_spec("1f1b", 2, model=model, data=data, cache_dir=str(tmp_path_factory.mktemp("cache")))
-    return replace(made, parallel=replace(made.parallel, micro_batches=1, parts=1, replications=1, strips=None))
+    return replace(made, parallel=replace(made.parallel, micro_batches=1, parts=1, replications=1, strips=0))
 
 
 def test_layers_take_the_times_of_their_profile_so_strips_do_not_become_thin(opened: RunSpec) -> None:
@@ -148,7 +148,8 @@ def test_what_needs_the_whole_image_stays_whole(opened: RunSpec) -> None:
 
 
 def test_a_cap_in_bytes_is_kept_with_the_rows_that_strips_share(opened: RunSpec) -> None:
-    asked = replace(opened, schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2))
+    low = replace(opened, data=replace(opened.data, height_px=32))
+    asked = replace(low, schedule=ScheduleConfig("capped", activation_cap=1.0, budget_s=0.2))
     many = plan_run(replace(asked, parallel=replace(asked.parallel, strips=8)))
     assert many.kept is not None
     held = max(rank.peak_activation_bytes for rank in many.kept.ranks)
@@ -168,7 +169,7 @@ def test_simulate_prints_both_bounds_and_plan_refuses_one_pipelines_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["machine=simulated", f"cache_dir={tmp_path}", "parallel.partitions=2", "parallel.micro_batches=2",
-             "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2", "parallel.strips=null",
+             "schedule=capped", "schedule.activation_cap=1", "schedule.budget_s=0.2", "parallel.strips=0",
              ]  # fmt: skip
     assert main("gems", VERBS, ["simulate", *words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -239,9 +239,10 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
 
 def _time_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
     costs, cap, network = request.costs.of(placement), request.cap, request.network
-    bound = max(
-        span_bound(costs, placement, counts, cap, network, request.allow), _any_strips_bound(request, placement, counts)
-    )
+    bound = _any_strips_bound(request, placement, counts)
+    if costs.strip_loads:
+        return bound  # the first strips have less to do than the mean, of which the other bounds are
+    bound = max(bound, span_bound(costs, placement, counts, cap, network, request.allow))
     if request.num_strips == 1:
         return bound
     return max(bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network))
