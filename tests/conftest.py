@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from gems.utils.targets import import_module
+from tests.fake_cuda.build import why_not
+from tests.fake_cuda.load import install
 
 # Files that take a minute or more, or wait most of it: started last, they would leave workers of pytest-xdist idle.
 FIRST = ("test_mpi.py", "test_hangs.py", "test_run.py")
@@ -23,6 +25,20 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: the workers of pytest-xdist share the cores
+
+
+IS_FAKE = os.environ.get("GEMS_TEST_DEVICE") == "fake_cuda"
+if IS_FAKE:
+    if (reason := why_not()) is not None:
+        pytest.exit(reason, returncode=4)
+    install()  # before torch is loaded
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if IS_FAKE:
+        from tests.fake_cuda import plugin
+
+        config.pluginmanager.register(plugin)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

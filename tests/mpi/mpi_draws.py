@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.runs.run_plan import plan_run
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
@@ -45,6 +45,6 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     if part is None:
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
-    found = compare(spec, part, torch.device("cpu"), made.schedule, made.boundaries, made.memory_plan)
+    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert found.max_rel_error <= 1e-12, found
     assert found.peak_activation_bytes == found.predicted_activation_bytes, found

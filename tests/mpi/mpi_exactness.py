@@ -18,6 +18,7 @@ from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
 from gems.simulation.build import lowered_schedule
+from tests.device import DEVICE
 from tests.engine import toys
 from tests.engine.halves import halved
 from tests.mpi.conftest import sub_world
@@ -33,7 +34,7 @@ def check(comm, spec: RunSpec, schedule=None) -> Verification | None:
     part = sub_world(comm, spec.world_size)
     if part is None:
         return None
-    difference = compare(spec, part, torch.device("cpu"), schedule)
+    difference = compare(spec, part, DEVICE, schedule)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
     assert len(difference.peak_activation_bytes) == spec.world_size and max(difference.peak_activation_bytes) > 0
@@ -112,7 +113,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
             return 0.0, ""
 
         monkeypatch.setattr(comparing, "relative_error", keep)
-        difference = compare(spec, comm, torch.device("cpu"), validate(lower(made)))
+        difference = compare(spec, comm, DEVICE, validate(lower(made)))
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes
         found.append(values)
     whole, halves = found
@@ -189,7 +190,7 @@ def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
     spec = make_spec("gems_master", 2)
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        assert compare(spec, part, torch.device("cpu")).max_rel_error > 1e-10
+        assert compare(spec, part, DEVICE).max_rel_error > 1e-10
 
 
 RECIPES = {
@@ -236,7 +237,7 @@ MIXED = [
 def test_mixed_precision_computes_as_one_process(comm, schedule, partitions, replicas, changes, precision):
     """Messages have 16 bits, gradients 32; bytes are as predicted, weights are copied once, and I and W are split."""
     spec = make_spec(schedule, partitions, replicas, train__precision=precision, **changes)
-    difference = compare(spec, comm, torch.device("cpu"))
+    difference = compare(spec, comm, DEVICE)
     assert difference.dtype == precision and difference.unsplit_layers == ()
     assert difference.max_rel_error <= 1e-5, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference

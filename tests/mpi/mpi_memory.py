@@ -23,10 +23,10 @@ from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
 from gems.simulation.memory_case import memory_case
+from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 STEPS, MIB = 2, 2**20
 IMAGES = {"name": "synthetic", "num_classes": 3, "train_samples": 64}
 NETWORKS = {
@@ -86,11 +86,17 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
     """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
     pipeline = build_pipeline(
-        spec, comm, CPU, schedule=given.schedule, boundaries=given.boundaries, plan=given.memory_plan
+        spec, comm, DEVICE, schedule=given.schedule, boundaries=given.boundaries, plan=given.memory_plan
     )
     dataset = open_dataset(spec.data, spec.seed)
     loader = BatchLoader(
-        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, torch.float32, CPU
+        spec,
+        dataset,
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        torch.float32,
+        DEVICE,
     )
     pipeline.set_training(True)
     torch.manual_seed(comm.rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig
@@ -25,10 +24,10 @@ from gems.schedule.families.given_placement import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.validate import validate
+from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 DATA = {"name": "synthetic", "num_classes": 3, "train_samples": 32, "validation_samples": 5}
 SIDES = {"googlenet": 64, "inception_v3": 107}
 
@@ -57,7 +56,7 @@ def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, 
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    difference = compare(spec, part, CPU, schedule)
+    difference = compare(spec, part, DEVICE, schedule)
     assert difference.max_rel_error <= (0.0 if replicas == 1 else 1e-12), difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -65,7 +64,7 @@ def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, 
 def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, tmp_path_factory):
     folder = broadcast(comm, tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
     spec, schedule = make_run("googlenet", 4, seed=3)
-    pipeline = build_pipeline(spec, comm, CPU, schedule=schedule)
+    pipeline = build_pipeline(spec, comm, DEVICE, schedule=schedule)
     loader = BatchLoader(
         spec,
         open_dataset(spec.data, spec.seed),
@@ -73,7 +72,7 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
         pipeline.image_micro_batches,
         pipeline.label_micro_batches,
         DTYPES["float64"],
-        CPU,
+        DEVICE,
     )
     pipeline.set_training(True)
     held = [_step(pipeline, loader, step) for step in range(2)]
@@ -86,8 +85,10 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
     weights.save(pipeline, folder)
     meet(comm)
-    chain = build_pipeline(spec, comm, CPU)
-    again = build_pipeline(make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1])
+    chain = build_pipeline(spec, comm, DEVICE)
+    again = build_pipeline(
+        make_run("googlenet", 4, seed=4)[0], comm, DEVICE, schedule=make_run("googlenet", 4, seed=4)[1]
+    )
     for other in (chain, again):
         restore(other, folder)
         loader = BatchLoader(
@@ -97,7 +98,7 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
             other.image_micro_batches,
             other.label_micro_batches,
             DTYPES["float64"],
-            CPU,
+            DEVICE,
         )
         assert evaluate(other, loader, 5) == accuracy
         loader.close()

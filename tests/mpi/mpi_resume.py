@@ -27,10 +27,10 @@ from gems.runs.prepare import prepare
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 STEPS = 7
 _plans: dict[str, RunPlan] = {}  # a plan serves all attempts of a case
 
@@ -107,7 +107,7 @@ def attempt(comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), sto
     np.random.seed(seed)
     heartbeat = Fatal(folder.heartbeat(comm.rank), *kill)
     try:
-        train(spec, folder, comm, CPU, heartbeat, stop)
+        train(spec, folder, comm, DEVICE, heartbeat, stop)
         assert kill[0] < 0, "nothing was killed"
     except KilledError:
         pass

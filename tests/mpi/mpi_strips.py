@@ -22,10 +22,10 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.runs.run_plan import plan_run
 from gems.utils.targets import import_module
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 OWN = "tests.models.own_streams."
 CLASSES = {"name": "synthetic", "num_classes": 3, "width_px": 8, "train_samples": 64, "validation_samples": 5}
 MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
@@ -95,7 +95,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strip
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
     assert made.schedule.num_strips == strips
-    found = compare(spec, part, CPU, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert found.max_rel_error <= 1e-12, found
     if spec.loss == LossConfig():  # else the loss may save more than that of the task does
         assert found.has_predicted_bytes and max(found.peak_activation_bytes) > 0, found
@@ -185,7 +185,7 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
         parallel__micro_batch_size=1, parallel__micro_batches=2, train__precision="float64", train__steps=1,
         optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
     )  # fmt: skip
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     match = restore(pipeline, path)
     assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
     pipeline.set_training(True)
@@ -237,7 +237,7 @@ class LargestMap(TorchDispatchMode):
 
 def evaluated(comm, spec):
     """Return the metrics, the strips of the schedule, and the bytes of the largest map of a rank."""
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     loader, num_validation, _ = open_loader(pipeline)
     with LargestMap() as largest:
         metrics = evaluate(pipeline, loader, num_validation)
@@ -303,12 +303,12 @@ def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, wh
         "1f1b", 2, 2, model=ModelConfig(**model), data=DataConfig(**CLASSES, height_px=16), parallel__strips=2
     )
     with pytest.raises(ConfigError, match=f"parallel.strips=2: .*{why}"):
-        build_pipeline(spec, comm, CPU)
+        build_pipeline(spec, comm, DEVICE)
 
 
 def test_the_layer_that_is_not_finite_is_named(comm):
     spec = strip_spec("resnet", "1f1b", 4, 1, 3, 20)
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     pipeline.set_training(True)
     layer = pipeline.layers[0]
     if comm.rank == 2:

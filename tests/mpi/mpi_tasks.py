@@ -21,10 +21,10 @@ from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers
+from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 OWN = "tests.engine.own_losses"
 UNET = {"name": "unet", "depth": 3, "width": 4, "norm": "batch"}
 MASKS = {"name": "tissue", "task": "segmentation", "num_classes": 2, "height_px": 20, "width_px": 28}
@@ -78,7 +78,7 @@ def test_trains_as_one_process(comm, case):
     spec = make_spec(*CASES[case])
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, CPU)
+        difference = compare(spec, part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -91,7 +91,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     if part is None:
         return
     out = broadcast(part, tmp_path)
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     loader, num_validation, _ = open_loader(pipeline)
     found = evaluate(pipeline, loader, num_validation)
     loader.close()
@@ -105,7 +105,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     for module in build_layers(layers, 0, len(layers), spec.seed, torch.float64):
         output = module.eval()(*as_tuple(output))
     labels = torch.from_numpy(np.stack([dataset.label("validation", n) for n in range(5)]))
-    loss = open_loss(spec.loss, task_of(spec.data), torch.float64, CPU)
+    loss = open_loss(spec.loss, task_of(spec.data), torch.float64, DEVICE)
     labels = labels.double() if labels.is_floating_point() else labels
     assert num_validation == found["num_validation"] == 5
     assert found["validation_loss"] == pytest.approx(float(loss(output, labels).detach()), rel=1e-12)
@@ -135,10 +135,10 @@ def test_uneven_labels_are_not_the_mean_of_means(comm, monkeypatch):
         return 2 * self.mine if labels else 1.0
 
     monkeypatch.setattr(StepWeight, "__call__", alone)
-    assert compare(spec, comm, CPU).max_rel_error > 1e-3
+    assert compare(spec, comm, DEVICE).max_rel_error > 1e-3
 
 
 def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(comm):
     spec = make_spec(UNET, MASKS, {}, ("1f1b", 2, 2))
     with pytest.raises(ConfigError, match="cannot be summed over micro-batches"):
-        build_pipeline(replace(spec, loss=LossConfig(target=f"{OWN}.batch_dice")), comm, CPU)
+        build_pipeline(replace(spec, loss=LossConfig(target=f"{OWN}.batch_dice")), comm, DEVICE)

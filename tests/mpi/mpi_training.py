@@ -33,10 +33,10 @@ from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1f1b", 2, 2)]
 
 
@@ -48,7 +48,7 @@ def open_feed(spec, pipeline: Pipeline) -> BatchLoader:
         pipeline.image_micro_batches,
         pipeline.label_micro_batches,
         DTYPES[spec.train.compute_dtype],
-        CPU,
+        DEVICE,
     )
 
 
@@ -95,7 +95,7 @@ def make_toy(name: str, schedule: str, boundaries: list[int]):
 def check_equal(comm, spec) -> None:
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, CPU)
+        difference = compare(spec, part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
 
 
@@ -110,7 +110,7 @@ def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
 
     def run(**changes):
         spec = make_spec("1f1b", 1, 2, **({"model__dropout": 0.5} | changes))
-        pipeline = build_pipeline(spec, part, CPU)
+        pipeline = build_pipeline(spec, part, DEVICE)
         weights = [parameter for module in pipeline.modules.values() for parameter in module.parameters()]
         start = digest(weights)
         masks = []
@@ -137,7 +137,7 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, sche
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     generator = torch.Generator().manual_seed(part.rank)
     for module in pipeline.modules.values():
         for parameter in module.parameters():
@@ -166,7 +166,7 @@ def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, sche
 def test_bfloat16_gradients_are_summed_in_float32(comm):
     """256 + 1 + 1 + 1 is 256 when added in bfloat16, and 259 rounds to 260."""
     spec = make_spec("1f1b", 1, 4, train__precision="bf16_pure")
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     for parameter in pipeline.modules[0, 0].parameters():
         parameter.grad.fill_(256.0 if comm.rank == 0 else 1.0)
     pipeline.update.gradients.reduce()
@@ -183,7 +183,7 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     before = digest([p for module in pipeline.modules.values() for p in module.parameters()])
     take_steps(spec, pipeline)
     assert digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
@@ -210,7 +210,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     take_steps(spec, pipeline)
     dataset = open_dataset(spec.data, spec.seed)
     loader = open_feed(spec, pipeline)
@@ -253,7 +253,7 @@ def run_training(comm, spec, path: Path) -> RunFolder:
         folder.write_boundaries(made.boundaries)
     meet(comm)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    train(spec, folder, comm, CPU, heartbeat)
+    train(spec, folder, comm, DEVICE, heartbeat)
     heartbeat.close()
     meet(comm)
     return folder
@@ -372,7 +372,7 @@ def test_the_checkpoint_is_restored_in_another_cut(comm, finished, tmp_path):
 
 def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     spec = make_spec("gems_master", 4, train__steps=1)
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     take_steps(spec, pipeline)
     folder = broadcast(comm, tmp_path)
     weights.save(pipeline, folder)
@@ -399,7 +399,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(comm, schedule, partitions, 
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     pipeline.set_training(True)
 
     def state() -> dict[str, torch.Tensor]:
@@ -433,7 +433,7 @@ def updates_of(comm, precision: str, steps: int = 200) -> torch.Tensor:
         "1f1b", 2, 1, train__precision=precision, train__steps=steps, optimizer__name="adam", optimizer__lr=1e-5,
         parallel__micro_batches=1,
     )  # fmt: skip
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     parameters = [p for module in pipeline.modules.values() for p in module.parameters()]
     before = torch.cat([p.detach().double().reshape(-1) for p in parameters])
     pipeline.set_training(True)
@@ -460,7 +460,7 @@ def test_an_overflow_of_float16_skips_the_step_on_all_ranks(comm, schedule, part
     part = sub_world(comm, spec.world_size)
     if part is None:
         return
-    pipeline = build_pipeline(spec, part, CPU)
+    pipeline = build_pipeline(spec, part, DEVICE)
     pipeline.set_training(True)
     update = pipeline.update
     assert update.scale is not None

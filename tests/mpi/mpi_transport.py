@@ -17,8 +17,8 @@ from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional
 from gems.schedule.schedule import Schedule
+from tests.device import DEVICE
 
-CPU = torch.device("cpu")
 LARGE = 1 << 24  # 64 MiB of float32
 LIMIT_S = 60.0
 
@@ -59,9 +59,14 @@ def test_both_directions_at_once_in_any_layout(comm):
     size, n = comm.size, 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
-    recorder = Recorder(None, CPU)
+    recorder = Recorder(None, DEVICE)
     channels = P2PChannels(
-        schedule, comm.rank, [specs] * (size - 1), [Transport(comm, LIMIT_S) for _ in range(2)], Staging(CPU), recorder
+        schedule,
+        comm.rank,
+        [specs] * (size - 1),
+        [Transport(comm, LIMIT_S) for _ in range(2)],
+        Staging(DEVICE),
+        recorder,
     )
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
@@ -14,10 +13,10 @@ from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
+from tests.device import DEVICE
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
-CPU = torch.device("cpu")
 IMAGES = {"name": "synthetic", "height_px": 21, "width_px": 35, "num_classes": 3}
 TOKENS = {"num_classes": 11, "length": 6}
 NETWORKS = {
@@ -47,7 +46,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
     spec = make_spec(name, schedule, partitions, replicas)
     part = sub_world(comm, spec.world_size)
     if part is not None:
-        difference = compare(spec, part, CPU)
+        difference = compare(spec, part, DEVICE)
         assert difference.max_rel_error <= 1e-12, difference
         assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
 
@@ -55,7 +54,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
 def test_the_gradient_is_that_of_the_mean_over_all_tokens(comm):
     """The loss that is reported begins at the logarithm of the vocabulary, whatever the length of a sequence."""
     spec = make_spec("biglstm", "1f1b", 2, 2, model__width=16)
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
     loss_sum = pipeline.train.run(0, loader.batch(0))
@@ -71,7 +70,7 @@ def test_a_language_model_learns_the_chain(comm):
         "biglstm", "gems_master", 2, 2, train__precision="float32", train__steps=40, optimizer__name="adam",
         optimizer__lr=0.03, model__width=16, data__length=16, data__train_samples=512,
     )  # fmt: skip
-    pipeline = build_pipeline(spec, comm, CPU)
+    pipeline = build_pipeline(spec, comm, DEVICE)
     loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
     for step in range(spec.train.steps):
@@ -87,5 +86,5 @@ def open_feed(spec: RunSpec, pipeline) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
     dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
     return BatchLoader(
-        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, dtype, CPU
+        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, dtype, DEVICE
     )

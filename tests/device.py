@@ -1,0 +1,13 @@
+"""The device of tests of the engine: GEMS_TEST_DEVICE=fake_cuda (see tests/fake_cuda), cuda, or cpu by default."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+NAME = os.environ.get("GEMS_TEST_DEVICE", "cpu")
+if NAME not in ("cpu", "cuda", "fake_cuda"):
+    raise ValueError(f"GEMS_TEST_DEVICE={NAME}: allowed are cpu, cuda and fake_cuda")
+DEVICE = torch.device("cpu") if NAME == "cpu" else torch.device("cuda", 0)
+ON_GPU = DEVICE.type == "cuda"
