@@ -284,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return device().order.begin_message(bytes(begin, size), writes, name);
   }, NoGil());
   m.def("end_message", [](int64_t id) { Locked l(device().lock); device().order.end_message(id); }, NoGil());
+  m.def("forget_message", [](int64_t id) { Locked l(device().lock); device().order.forget_message(id); }, NoGil());
   m.def("races", [] { Locked l(device().lock); return device().order.races; }, NoGil());
   m.def("counts", [] { Locked l(device().lock); return device().counts; }, NoGil());
   m.def("clear_races", [] { Locked l(device().lock); device().order.races.clear(); }, NoGil());

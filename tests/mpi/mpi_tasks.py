@@ -105,7 +105,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
     for module in build_layers(layers, 0, len(layers), spec.seed, torch.float64):
         output = module.eval()(*as_tuple(output))
     labels = torch.from_numpy(np.stack([dataset.label("validation", n) for n in range(5)]))
-    loss = open_loss(spec.loss, task_of(spec.data), torch.float64, DEVICE)
+    loss = open_loss(spec.loss, task_of(spec.data), torch.float64, torch.device("cpu"))
     labels = labels.double() if labels.is_floating_point() else labels
     assert num_validation == found["num_validation"] == 5
     assert found["validation_loss"] == pytest.approx(float(loss(output, labels).detach()), rel=1e-12)

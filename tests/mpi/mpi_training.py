@@ -61,12 +61,12 @@ def take_steps(spec, pipeline: Pipeline) -> None:
 
 
 def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
-    """(stage, tensors) of each copy of a stage on this rank."""
-    return [(stage, [t.detach().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()]
+    """Return (stage, tensors on the host) of each copy of a stage on this rank."""
+    return [(stage, [t.detach().cpu().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()]
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    data = b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    data = b"".join(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -220,7 +220,9 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
 
     layers = layers_of(spec.model, spec.data)
     mine = {
-        layers[pipeline.stage_modules.boundaries[stage] + index].name: module.state_dict()
+        layers[pipeline.stage_modules.boundaries[stage] + index].name: {
+            key: value.cpu() for key, value in module.state_dict().items()
+        }
         for (direction, stage), modules in pipeline.modules.items()
         for index, module in enumerate(modules)
         if direction == 0 and pipeline.replica == 0
