@@ -138,7 +138,7 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
 
     cudart = SimpleNamespace(
         cudaHostRegister=lambda place, size, flags: native.pin(place, size) or 0,
-        cudaHostUnregister=lambda place: native.unpin(place) or 0,
+        cudaHostUnregister=lambda place: native.unpin(place, True) or 0,
     )
     found = {
         "Stream": Stream,

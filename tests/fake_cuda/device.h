@@ -49,7 +49,7 @@ c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void record_stream(const void* place, int slot);
 void pin(const void* begin, size_t size);
-void unpin(const void* begin);
+void unpin(const void* begin, bool is_checked);
 
 const at::Generator& default_generator(int device);
 // Takes the next seed of a generator of the device, of its default one if there is none.

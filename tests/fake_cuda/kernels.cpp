@@ -47,10 +47,8 @@ Tensor on_host(const Tensor& tensor) {
 }
 
 Tensor meta_like(const Tensor& tensor) {
-  auto made = at::empty_strided(
+  return at::empty_strided(
       tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()).device(at::kMeta));
-  keep_number(made, tensor);
-  return made;
 }
 
 Tensor device_like(const Tensor& tensor) {
@@ -183,7 +181,10 @@ class Call {
     {
       Locked locked(all.lock);
       slot = begin();
-      if (all.streams.is_late()) all.streams.run_until(all.streams.end_of(slot));
+      if (all.streams.is_late()) {
+        all.counts["at once: " + name_]++;
+        all.streams.run_until(all.streams.end_of(slot));
+      }
     }
     run_on_host(op_, host, seed_);
     for (const Pair& pair : pairs_)
@@ -227,7 +228,7 @@ class Call {
     std::vector<std::pair<Tensor, Tensor>> seen;  // of the device, without data
     for (auto& value : meta) {
       change_tensors(value, [&](const Tensor& tensor) {
-        if (!tensor.defined()) return tensor;
+        if (!tensor.defined() || (tensor.is_cpu() && !tensor.dim())) return tensor;  // a number
         for (const auto& [known, made] : seen)
           if (known.is_same(tensor)) return made;
         seen.emplace_back(tensor, meta_like(tensor));

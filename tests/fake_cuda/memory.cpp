@@ -178,13 +178,14 @@ void pin(const void* begin, size_t size) {
   device().order.add_block(begin, size, true);
 }
 
-// Memory must not be unpinned while a copy may use it: counted as a write of the host.
-void unpin(const void* begin) {
+// Memory must not be unpinned while a copy may use it: counted as a write of the host, unless it only goes away with
+// whatever it was for.
+void unpin(const void* begin, bool is_checked) {
   auto& all = device();
   Locked locked(all.lock);
   auto found = caches().pinned.find(static_cast<const char*>(begin));
   if (found == caches().pinned.end()) return;
-  all.order.host_access({found->first, found->first + found->second}, true, "cudaHostUnregister");
+  if (is_checked) all.order.host_access({found->first, found->first + found->second}, true, "cudaHostUnregister");
   all.streams.run_all();
   all.order.remove_block(begin);
   caches().pinned.erase(found);

@@ -27,9 +27,12 @@ std::map<size_t, Cell>::iterator cut(std::map<size_t, Cell>& cells, size_t offse
 }  // namespace
 
 void Order::add_block(const void* begin, size_t size, bool is_pinned) {
+  const char* first = static_cast<const char*>(begin);
+  auto next = blocks_.lower_bound(first);
+  while (next != blocks_.end() && next->first < first + size) next = blocks_.erase(next);
   Block block{size, is_pinned, {}};
   block.cells[0];
-  blocks_[static_cast<const char*>(begin)] = std::move(block);
+  blocks_[first] = std::move(block);
 }
 
 void Order::remove_block(const void* begin) { blocks_.erase(static_cast<const char*>(begin)); }

@@ -18,6 +18,7 @@ def watch(native: Any) -> None:
     """Watch modules of the engine as soon as they have been imported."""
     watched = {
         "gems.engine.transport.mpi": lambda module: _watch_transport(native, module),
+        "gems.engine.activation_store.host_pool": lambda module: _watch_pinned_memory(native, module),
         "gems.engine.checkpoint.state": lambda module: _watch_checkpoint(native, module),
     }
     for name in watched.keys() & sys.modules.keys():
@@ -118,6 +119,18 @@ def _watch_transport(native: Any, module: ModuleType) -> None:
     kind.sum_in_place, kind.close = watched_total, watched_close
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
+
+
+def _watch_pinned_memory(native: Any, module: ModuleType) -> None:
+    """Let no late copy use memory of a pool that is gone: a GPU's host would keep it pinned."""
+    allocate = module.PinnedMemory.allocate
+
+    def watched(self: Any, num_bytes: int) -> Any:
+        buffer = allocate(self, num_bytes)
+        weakref.finalize(buffer, native.unpin, buffer.data_ptr(), False)
+        return buffer
+
+    module.PinnedMemory.allocate = watched
 
 
 def _watch_checkpoint(native: Any, module: ModuleType) -> None:

@@ -1,0 +1,224 @@
+"""The fake device itself: numbers, order, memory, random numbers, waits and children. Run by test_fake_cuda.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gems.engine.transport.mpi import Transport, world
+from tests.fake_cuda.load import native
+
+N = 1 << 12
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    native().set_late(False, 0)
+    native().clear_races()
+    native().limit(0, 0)
+
+
+def races() -> list[str]:
+    found = native().races()
+    native().clear_races()
+    return found
+
+
+def trained(device: str) -> list[torch.Tensor]:
+    """Train a network of most kinds of layers; without dropout, whose numbers are those of a device."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.LayerNorm(16), nn.Linear(16, 5),
+    ).double().to(device)  # fmt: skip
+    images, labels = torch.randn(4, 3, 12, 12).double(), torch.randint(0, 5, (4,))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(layers(images.to(device)), labels.to(device)).backward()
+        optimizer.step()
+    return [value.cpu() for value in layers.state_dict().values()]
+
+
+def test_training_has_the_numbers_of_the_processor_and_on_a_late_device_the_same_bits():
+    at_once = trained("cuda")
+    for ours, theirs in zip(at_once, trained("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for seed in (1, 2):
+        native().set_late(True, seed)
+        assert all(map(torch.equal, trained("cuda"), at_once))
+    assert races() == []
+
+
+def copy_out(waits: bool) -> torch.Tensor:
+    side, host = torch.cuda.Stream(), torch.zeros(N, pin_memory=True)
+    made = torch.zeros(N, device="cuda")
+    torch.cuda.synchronize()
+    made.add_(2.0)
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(made, non_blocking=True)
+    side.synchronize()
+    return host
+
+
+def reused_memory(waits: bool) -> torch.Tensor:
+    """Memory that a copy still reads is freed on its own stream, and another tensor takes it."""
+    side, host = torch.cuda.Stream(), torch.zeros(N, pin_memory=True)
+    made = torch.full((N,), 2.0, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        host.copy_(made, non_blocking=True)
+    if waits:
+        made.record_stream(side)
+    del made
+    torch.full((N,), 3.0, device="cuda")
+    torch.cuda.synchronize()
+    return host
+
+
+def event_between(waits: bool) -> torch.Tensor:
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    made = torch.zeros(N, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made.add_(2.0)
+        event.record()
+    if waits:
+        event.wait()
+    return made.clone().cpu()
+
+
+def ahead_of_the_host(waits: bool) -> torch.Tensor:
+    host = torch.zeros(N, pin_memory=True)
+    host.copy_(torch.full((N,), 2.0, device="cuda"), non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    native().host_access(host.data_ptr(), host.nbytes, False, "the host")
+    return host.clone()
+
+
+PROGRAMS = [copy_out, reused_memory, event_between, ahead_of_the_host]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_missing_wait_is_a_race_and_on_a_late_device_a_wrong_number(program):
+    def on(late: bool, waits: bool, seed: int = 0) -> bool:
+        torch.cuda.synchronize()
+        native().set_late(late, seed)
+        return bool((program(waits) == 2).all())
+
+    assert on(False, True) and all(on(True, True, seed) for seed in range(10)) and races() == []
+    assert on(False, False) and len(races()) > 0
+    assert not all(on(True, False, seed) for seed in range(10))
+
+
+def test_parts_of_a_tensor_may_be_used_by_several_streams_at_once():
+    whole, sides = torch.zeros(4 * N, device="cuda"), [torch.cuda.Stream() for _ in range(4)]
+    for number, side in enumerate(sides):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            whole[number * N : (number + 1) * N].add_(number)
+    assert races() == []
+    whole[N - 1 : N + 1].cpu()
+    assert len(races()) == 2
+
+
+def test_mpi_reads_and_writes_until_it_is_waited_for():
+    transport = Transport(world(), hang_timeout_s=20)
+    sent, got = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    torch.cuda.synchronize()
+    request = transport.receive(got, 0, 1)
+    transport.send(sent, 0, 1)
+    sent + 1
+    assert races() == []
+    sent.add_(1)
+    assert "MPI_Isend may still be reading" in races()[0]
+    got.sum()
+    assert "MPI_Irecv may still be writing" in races()[0]
+    torch.cuda.synchronize()
+    transport.wait(request)
+    transport.drain()
+    got.sum()
+    sent.mul_(2)
+    assert races() == []
+    transport.close()
+
+
+def test_memory_is_counted_reused_and_limited():
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    made = torch.empty(1000, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 1024
+    place = made.data_ptr()
+    del made
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() == before + 1024
+    assert torch.empty(1000, dtype=torch.uint8, device="cuda").data_ptr() == place
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((reserved + (1 << 20)) / total)
+    torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # takes what was cached before it
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 2097152 bytes"):
+        torch.empty(1 << 21, dtype=torch.uint8, device="cuda")
+
+
+def test_dropout_keeps_a_mask_of_booleans():
+    x = torch.ones(N, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = nn.functional.dropout(x, 0.25)
+    assert torch.cuda.memory_allocated() - before == 4 * N + N
+    share = float((out == 0).double().mean())
+    assert abs(share - 0.25) < 0.05 and float(out.detach().max()) == pytest.approx(4 / 3)
+    out.sum().backward()
+    assert torch.equal(x.grad, out)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_random_numbers_come_from_the_generator_of_the_device(late):
+    native().set_late(late, 1)
+    torch.cuda.manual_seed(3)
+    generator = torch.cuda.default_generators[0]
+    state, on_host = generator.get_state(), torch.get_rng_state()
+    first = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda")]
+    assert not torch.equal(generator.get_state(), state) and torch.equal(torch.get_rng_state(), on_host)
+    torch.cuda.manual_seed(3)
+    again = [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda")]
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(torch.rand(5, device="cuda"), first[0])
+
+
+def test_waits_of_the_host_are_counted():
+    native().clear_counts()
+    made, pinned = torch.ones(N, device="cuda"), torch.zeros(N, pin_memory=True)
+    pinned.copy_(made, non_blocking=True)
+    made.copy_(pinned, non_blocking=True)
+    assert not any(name.startswith("wait") for name in native().counts())
+    made.cpu()
+    pinned.copy_(made)
+    made.sum().item()
+    torch.cuda.current_stream().synchronize()
+    torch.cuda.Event().synchronize()  # of nothing
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    torch.cuda.synchronize()
+    bool((made > 0).all())
+    waits = {name: number for name, number in native().counts().items() if name.startswith("wait")}
+    assert waits == {
+        "wait: copy to the host": 2, "wait: item": 2, "wait: stream": 1, "wait: event": 1, "wait: device": 1,
+    }  # fmt: skip
+
+
+def test_children_have_the_device_too():
+    program = "import sys, torch; print(torch.ones(2, device='cuda').sum().item(), *sys.argv[1:])"
+    ended = subprocess.run([sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "2.0 a b\n"), ended.stderr

@@ -1,0 +1,220 @@
+"""Small programs of the engine on the device, each of which returns numbers that do not depend on when work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from gems.config.schema import MemoryConfig, RunSpec
+from gems.data import open_dataset
+from gems.engine.activation_store.copies import CudaCopier
+from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
+from gems.engine.activation_store.store import ActivationStore
+from gems.engine.batch_loader import BatchLoader
+from gems.engine.checkpoint.state import HostCopy
+from gems.engine.optimization.gradients import Gradients
+from gems.engine.pipeline import build_pipeline
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport import staging
+from gems.engine.transport.mpi import Transport, world
+from gems.engine.transport.p2p_channels import P2PChannels
+from gems.engine.transport.staging import Staging
+from gems.models.build import TensorSpec
+from gems.runs.run_plan import RunPlan, plan_run
+from gems.schedule.action import Action, Kind
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from tests.device import DEVICE
+from tests.engine.rig import ListPart
+from tests.engine.toys import make_spec
+from tests.fake_cuda.load import native
+
+Numbers = list[torch.Tensor]
+SHAPE = (64, 64)
+KEY, ROW = (0, 0, 0), ("0F0", "0OFFLOAD0", "0FREE0", "0PREFETCH0", "0B0")
+STEPS = 2
+
+
+@cache
+def _planned(memory: str) -> tuple[RunSpec, RunPlan]:
+    spec = replace(
+        make_spec("1f1b", 1, parallel__micro_batches=3),
+        memory=MemoryConfig(memory, asynchronous=True, min_offload_bytes=0),
+    )
+    return spec, plan_run(spec)
+
+
+def offload() -> Numbers:
+    """Train two steps with activations that leave for host memory, and return the weights."""
+    spec, made = _planned("vdnn_all")
+    pipeline = build_pipeline(
+        spec, world(), DEVICE, schedule=made.schedule, boundaries=made.boundaries, plan=made.memory_plan
+    )
+    dataset = open_dataset(spec.data, spec.seed)
+    loader = BatchLoader(
+        spec, dataset, 0, pipeline.image_micro_batches, pipeline.label_micro_batches, torch.float32, DEVICE
+    )
+    pipeline.set_training(True)
+    for step in range(STEPS):
+        pipeline.train.run(step, loader.batch(step))
+    loader.close()
+    assert pipeline.segments is not None and pipeline.segments.store.counters.offloaded_bytes > 0
+    return [parameter.detach().cpu() for modules in pipeline.modules.values() for parameter in modules.parameters()]
+
+
+def _open_store() -> tuple[ActivationStore, HostPool]:
+    pool = HostPool(PinnedMemory("rank 0"), "rank 0")
+    actions = tuple(map(Action.parse, ROW))
+    schedule = Schedule("test", 1, Placement(1, ((0,),)), (actions,))
+    return ActivationStore(schedule, CudaCopier(DEVICE), pool, Recorder(None, DEVICE), DEVICE), pool
+
+
+def _forward(store: ActivationStore, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a forward whose activations leave, and return its input and its output."""
+    store.begin(KEY, ())
+    start = torch.zeros((), requires_grad=True, device=DEVICE)
+    with store.saved_tensor_hooks(KEY, 0):
+        out = (torch.full(SHAPE, 2.0, device=DEVICE) + start + number).exp().sum()
+    store.offload(Action.parse(ROW[1]))
+    return start, out
+
+
+def fetch_on_demand() -> Numbers:
+    """Read in backward what no PREFETCH has brought back."""
+    store, _ = _open_store()
+    found = []
+    for number in range(3):
+        start, out = _forward(store, number)
+        store.free(Action.parse(ROW[2]))
+        torch.full(SHAPE, -1.0, device=DEVICE)  # takes the memory
+        out.backward()
+        found.append(start.grad)
+        store.end_backward(KEY, 0)
+    return [gradient.cpu() for gradient in found]
+
+
+def broken_step() -> Numbers:
+    """Break a step off while activations are on their way, and let the host use the memory that they go to."""
+    store, pool = _open_store()
+    found = []
+    for number in range(3):
+        kept = _forward(store, number)
+        store.reset()
+        buffer = pool.borrow(4 * SHAPE[0] * SHAPE[1])
+        _host_writes(buffer, number)
+        torch.cuda.synchronize()
+        found.append(buffer.clone())
+        pool.release(buffer)
+        del kept
+    return found
+
+
+def _host_writes(buffer: torch.Tensor, value: int) -> None:
+    """Fill memory on the host, which the fake device does not see by itself."""
+    native().host_access(buffer.data_ptr(), buffer.nbytes, True, "the host")
+    buffer.fill_(value)
+
+
+def _messages(is_direct: bool) -> Numbers:
+    row = tuple(
+        Action(kind, stage, m)
+        for m in range(4)
+        for kind, stage in ((Kind.SEND_F, 0), (Kind.RECV_F, 1), (Kind.SEND_B, 1), (Kind.RECV_B, 0))
+    )
+    schedule = Schedule("test", 4, Placement(1, ((0, 0),)), (row,))
+    recorder = Recorder(ListPart(), DEVICE)
+    transport = Transport(world(), 20.0)
+    boundary = (TensorSpec("x", SHAPE, torch.float32),)
+    channels = P2PChannels(schedule, 0, [boundary], [transport], Staging(DEVICE, is_direct), recorder)
+    found = []
+    for m in range(4):
+        channels.post_receive(Action(Kind.RECV_F, 1, m))
+        made = torch.full(SHAPE, float(m), device=DEVICE).exp().cos()
+        channels.post_send(Action(Kind.SEND_F, 0, m), (made,))
+        del made
+        torch.full(SHAPE, -1.0, device=DEVICE)  # takes the memory of what may still leave
+        (got,) = channels.wait(Action(Kind.RECV_F, 1, m))
+        result = got.sin() + 1
+        channels.release((got,))
+        found.append(result)
+    channels.drain()
+    transport.close()
+    return [result.cpu() for result in found]
+
+
+def staged_messages() -> Numbers:
+    """Send tensors to this rank itself, through pinned memory."""
+    return _messages(False)
+
+
+def direct_messages() -> Numbers:
+    """Send tensors to this rank itself, by device pointers."""
+    return _messages(True)
+
+
+def self_test() -> Numbers:
+    """Run the test of device pointers with which a run begins."""
+    return [torch.tensor(staging._self_test(DEVICE, world()))]
+
+
+def reduced_gradients() -> Numbers:
+    """Sum gradients over two ranks, one of which is made up of zeros."""
+    module = nn.Linear(64, 64).to(DEVICE)
+    transport = Transport(world(), 20.0)
+    transport.size = 2
+    gradients = Gradients({(0, 0): module}, transport, torch.float32, DEVICE)
+    found = []
+    for step in range(3):
+        gradients.zero()
+        for parameter in module.parameters():
+            parameter.grad.add_(torch.full_like(parameter, 1.0 + step).exp().cos())
+        gradients.reduce()
+        found += [parameter.grad.clone() for parameter in module.parameters()]
+    transport.close()
+    return [gradient.cpu() for gradient in found]
+
+
+def checkpoints() -> Numbers:
+    """Copy a state to the host while training goes on, and return what the files would get."""
+    weight = nn.Parameter(torch.ones(SHAPE, device=DEVICE))
+    statistic = torch.zeros(SHAPE, device=DEVICE)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    copies = HostCopy(DEVICE, optimizer)
+    found = []
+    for step in range(3):
+        statistic.add_(1.5)
+        weight.grad = torch.full(SHAPE, float(step + 1), device=DEVICE)
+        optimizer.step()
+        copies.begin({"statistic": statistic}, {"weight": weight.detach()})
+        statistic.mul_(3).add_(step)  # of the next forward, before the copies have ended
+        weight.grad = weight.detach() * 2
+        optimizer.step()
+        host = copies.host_tensors()
+        found += [torch.frombuffer(bytearray(host[name].data), dtype=torch.float32) for name in sorted(host)]
+    return found
+
+
+def recorded_times() -> Numbers:
+    """Record an action, whose times must be known at the end of the step."""
+    part = ListPart()
+    recorder = Recorder(part, DEVICE)
+    for step in range(2):
+        recorder.begin_step(step)
+        start = recorder.timestamp()
+        torch.full(SHAPE, 2.0, device=DEVICE).exp()
+        recorder.compute(Action(Kind.F, 0, 0), start)
+        recorder.end_step()
+    return [torch.tensor([row[8] <= row[9] for row in part.rows])]
+
+
+WORKLOADS: dict[str, Callable[[], Numbers]] = {
+    made.__name__: made
+    for made in (
+        offload, fetch_on_demand, broken_step, staged_messages, direct_messages, self_test, reduced_gradients,
+        checkpoints, recorded_times,
+    )
+}  # fmt: skip
