@@ -12,7 +12,7 @@ export HDF5_USE_FILE_LOCKING ?= FALSE
 BENCHES = bench-engine bench-split bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
           bench-resume bench-fidelity bench-attribution bench-report bench-planner bench-slide bench-networks
 
-.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-slurm coverage docs docs-test lint \
+.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-slurm coverage docs docs-test lint \
         format bench $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
@@ -23,7 +23,7 @@ help:
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
 	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
 	@echo "make report CONF=study | RUN='a b' [ARGS='--out x.html']  one HTML page about runs, which needs no network"
-	@echo "make test | test-slurm | coverage | lint | bench    check"
+	@echo "make test | test-device | test-slurm | coverage | lint | bench    check"
 	@echo "make docs | docs-test                               build the site from docs/, run every command in it"
 
 setup: $(VENV)/.ready
@@ -69,6 +69,10 @@ report: setup
 
 test: setup
 	$(PY) -m pytest -m "not slurm and not docs" -n 3 --dist loadfile --no-loadscope-reorder
+
+# The engine on a CUDA device made of host memory: needs g++, and no GPU.
+test-device: setup
+	$(PY) -m tests.fake_cuda.suite $(ARGS)
 
 test-slurm: setup
 	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm

@@ -52,7 +52,7 @@ def plan_of(
 def numbered(action: Action, index: int) -> torch.Tensor:
     """What the neighbours send: a tensor that no other transfer has."""
     seed = 100 * action.stage + 10 * (action.micro_batch or 0) + (action.kind is Kind.RECV_B)
-    return torch.randn(SIZE, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(SIZE, WIDTH, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 def rig_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
+from tests.device import DEVICE
 
-CPU = torch.device("cpu")
 N, SIZE, WIDTH = 4, 2, 6  # micro-batches, samples of each, values of a sample
 
 
@@ -92,7 +93,7 @@ class LateTransport:
 
     def _deliver(self, action: Action) -> None:
         for tensor, done in self._posted.pop(action, []):
-            self.sent[action].append(tensor.clone())
+            self.sent[action].append(tensor.cpu().clone())
             if done is not None:
                 done()
 
@@ -117,18 +118,20 @@ class Rig:
         **options,
     ) -> None:
         self.part = ListPart(rank)
-        self.recorder = Recorder(self.part, CPU)
+        self.recorder = Recorder(self.part, DEVICE)
         self.memory = self.recorder.memory
         self.transports = [
             LateTransport(schedule, rank, direction, boundaries, source, at_once)
             for direction in range(schedule.num_directions)
         ]
-        channels = P2PChannels(schedule, rank, boundaries, self.transports, Staging(CPU), self.recorder)
-        self.stages = {held: Stage(nn.ModuleList(kept), held[1] == 0, channels.poll) for held, kept in modules.items()}
+        channels = P2PChannels(schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder)
+        self.stages = {
+            held: Stage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll) for held, kept in modules.items()
+        }
         self.segments = None
         if needs_store(schedule):
             self.segments = open_segments(
-                schedule, rank, self.stages, plan, self.recorder, CPU, channels.poll, 0, host_limit_bytes
+                schedule, rank, self.stages, plan, self.recorder, DEVICE, channels.poll, 0, host_limit_bytes
             )
         self.executor = Executor(
             schedule, rank, self.stages, channels, self.recorder, segments=self.segments,
@@ -136,7 +139,8 @@ class Rig:
         )  # fmt: skip
 
     def run(self, batch: Batch, step: int = 0):
-        loss_sum = self.executor.run(step, batch)
+        images, labels = ({m: held.to(DEVICE) for m, held in part.items()} for part in (batch.images, batch.labels))
+        loss_sum = self.executor.run(step, replace(batch, images=images, labels=labels))
         self.recorder.end_step()
         return loss_sum
 
@@ -148,6 +152,6 @@ def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:
     generator = torch.Generator().manual_seed(3)
-    images = {m: torch.randn(SIZE, *shape, generator=generator) for m in range(num)}
-    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator) for m in range(num)}
+    images = {m: torch.randn(SIZE, *shape, generator=generator, device="cpu") for m in range(num)}
+    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator, device="cpu") for m in range(num)}
     return images, labels

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
-from gems.engine.activation_store.copies import CpuCopier
-from gems.engine.activation_store.host_pool import HostPool
+from gems.engine.activation_store.copies import CpuCopier, CudaCopier
+from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 from gems.engine.activation_store.store import ActivationStore
 from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
+from tests.device import DEVICE, ON_GPU
 from tests.engine.planned import assert_nothing_left, assert_same_bits, rig_of, step
-from tests.engine.rig import CPU, WIDTH
+from tests.engine.rig import WIDTH
 
 PLACE = (0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    with DEVICE:
+        yield
 
 
 def schedule_of(row: str, num_micro_batches: int = 1) -> Schedule:
@@ -28,11 +37,12 @@ class StoreBench:
     """A store for one micro-batch of a stage of one or two segments."""
 
     def __init__(self, row: str, **options) -> None:
-        self.recorder = Recorder(None, CPU)
+        self.recorder = Recorder(None, DEVICE)
         self.memory = self.recorder.memory
-        self.pool = HostPool(None, "rank 0")
+        self.pool = HostPool(PinnedMemory("rank 0") if ON_GPU else None, "rank 0")
+        copier = CudaCopier(DEVICE) if ON_GPU else CpuCopier()
         schedule = schedule_of(row)
-        self.store = ActivationStore(schedule, CpuCopier(), self.pool, self.recorder, CPU, **options)
+        self.store = ActivationStore(schedule, copier, self.pool, self.recorder, DEVICE, **options)
         self.store.begin(PLACE, ())
 
     def copy(self, text: str) -> None:

@@ -11,6 +11,7 @@ from tests.fake_cuda.children import report
 from tests.fake_cuda.load import native
 
 TOTAL: Counter[str] = Counter()
+RACES: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def no_races() -> Iterator[None]:
     races = device.races()
     TOTAL.update(Counter(device.counts()) - before)
     device.clear_races()
+    RACES.extend(races)
     if races:
         pytest.fail("\n".join([f"{len(races)} races on the fake device:", *dict.fromkeys(races)]), pytrace=False)
 
@@ -35,4 +37,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    report("pytest", dict(TOTAL), [])
+    report("pytest", dict(TOTAL), RACES)

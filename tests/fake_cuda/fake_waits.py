@@ -1,0 +1,77 @@
+"""How often the host waits for the device in a step of four ranks, of today. Run by `make test-device`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gems.config.schema import MemoryConfig
+from gems.data import open_dataset
+from gems.engine.batch_loader import BatchLoader
+from gems.engine.pipeline import build_pipeline
+from gems.engine.transport.mpi import Comm, allgather, broadcast
+from gems.runs.run_plan import plan_run
+from tests.device import DEVICE
+from tests.engine.toys import make_spec
+from tests.fake_cuda.load import native
+from tests.fake_cuda.watch import DIRECT
+from tests.mpi.conftest import comm, control, together  # noqa: F401
+
+MICRO_BATCHES = 8
+CASES = {
+    "1f1b": ("1f1b", "keep"),
+    "zb_h1": ("zb_h1", "keep"),
+    "gems_master": ("gems_master", "keep"),
+    "1f1b, vdnn_all": ("1f1b", "vdnn_all"),
+}
+# Waits of all ranks in a step, by what was waited for, staged and with device pointers alike: who saves some puts the
+# new numbers here.
+ONE_WAY = {"device": 4, "item": 7, "stream": 96}
+TODAY = {
+    "1f1b": ONE_WAY,
+    "zb_h1": ONE_WAY,
+    "gems_master": ONE_WAY | {"item": 10, "copy to the device": 4, "copy to the host": 4},
+    "1f1b, vdnn_all": ONE_WAY,
+}
+
+
+def waits_of(world: Comm, schedule: str, memory: str) -> list[Counter[str]]:
+    """Return the waits of the second step, rank by rank."""
+    spec = replace(
+        make_spec(schedule, 4, model__depth=20, parallel__micro_batches=MICRO_BATCHES),
+        memory=MemoryConfig(memory, asynchronous=memory != "keep", min_offload_bytes=0),
+    )
+    made = broadcast(world, plan_run(spec) if world.rank == 0 else None)
+    pipeline = build_pipeline(
+        spec, world, DEVICE, schedule=made.schedule, boundaries=made.boundaries, plan=made.memory_plan
+    )
+    loader = BatchLoader(
+        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
+        pipeline.label_micro_batches, torch.float32, DEVICE,
+    )  # fmt: skip
+    pipeline.set_training(True)
+    for step in range(2):
+        batch = loader.batch(step)
+        native().clear_counts()
+        pipeline.train.run(step, batch)
+    counts = native().counts()
+    loader.close()
+    mine = Counter({name.removeprefix("wait: "): n for name, n in counts.items() if name.startswith("wait: ")})
+    return allgather(world, mine)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_host_waits_of_a_step(comm, case, capsys):  # noqa: F811
+    ranks = waits_of(comm, *CASES[case])
+    is_direct = DIRECT in os.environ
+    if comm.rank == 0:
+        with capsys.disabled():
+            way = "device pointers" if is_direct else "staged"
+            each = ", ".join(f"{sum(waits.values()) / MICRO_BATCHES:.2f}" for waits in ranks)
+            kinds = ", ".join(f"{name} {n}" for name, n in sorted(sum(ranks, Counter()).items()))
+            print(f"\nhost waits a micro-batch, {case}, {way}: ranks {each}; in a step of all ranks: {kinds}")
+    assert sum(ranks, Counter()) == Counter(TODAY[case])
