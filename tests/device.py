@@ -11,3 +11,11 @@ if NAME not in ("cpu", "cuda", "fake_cuda"):
     raise ValueError(f"GEMS_TEST_DEVICE={NAME}: allowed are cpu, cuda and fake_cuda")
 DEVICE = torch.device("cpu") if NAME == "cpu" else torch.device("cuda", 0)
 ON_GPU = DEVICE.type == "cuda"
+
+
+def forget_races() -> None:
+    """Forget the races of what a test does wrong on purpose."""
+    if NAME == "fake_cuda":
+        from tests.fake_cuda.load import native
+
+        native().clear_races()

@@ -71,7 +71,7 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     assert loss_sum / (N * SIZE) == pytest.approx(float(loss.detach()), rel=1e-14)
     for module, expected in zip(modules, plain, strict=True):
         for got, parameter in zip(module.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, parameter.grad, rtol=1e-13, atol=1e-15)
+            torch.testing.assert_close(got.grad.cpu(), parameter.grad, rtol=1e-13, atol=1e-15)
     assert rig.memory.held_bytes == 0
     assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
 
