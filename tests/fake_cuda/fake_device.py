@@ -222,3 +222,16 @@ def test_children_have_the_device_too():
     program = "import sys, torch; print(torch.ones(2, device='cuda').sum().item(), *sys.argv[1:])"
     ended = subprocess.run([sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "2.0 a b\n"), ended.stderr
+
+
+def test_a_race_of_a_child_is_seen():
+    from tests.fake_cuda import plugin
+
+    program = (
+        "import torch; made = torch.ones(9, device='cuda')\nwith torch.cuda.stream(torch.cuda.Stream()): made.sum()"
+    )
+    known = plugin._reports()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    (path,) = plugin._reports() - known
+    assert "sum on stream 1 reads what fill_ on stream 0 may still be writing" in plugin._races_of(path)[0]
+    path.unlink()

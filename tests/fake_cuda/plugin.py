@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.children import report
+from tests.fake_cuda.children import REPORTS, report
 from tests.fake_cuda.load import native
 
 TOTAL: Counter[str] = Counter()
 RACES: list[str] = []
 
 
+@pytest.fixture(autouse=True, scope="session")
+def reports_of_children() -> Iterator[None]:
+    """Let the processes that tests start say what they have counted, if nobody has asked for it yet."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if REPORTS not in os.environ:
+            patch.setenv(REPORTS, folder)
+        yield
+
+
+def _reports() -> set[Path]:
+    return {path for path in Path(os.environ[REPORTS]).iterdir() if path.stem != str(os.getpid())}
+
+
+def _races_of(path: Path) -> list[str]:
+    return [race for line in path.read_text().splitlines() for race in json.loads(line)["races"]]
+
+
 @pytest.fixture(autouse=True)
-def no_races() -> Iterator[None]:
+def no_races(reports_of_children: None) -> Iterator[None]:
     """Fail a test whose accesses to memory were not ordered by streams, events, waits and messages."""
     device = native()
     device.clear_races()
+    known = _reports()
     before = Counter(device.counts())
     yield
-    races = device.races()
+    races = device.races() + [race for path in _reports() - known for race in _races_of(path)]
     TOTAL.update(Counter(device.counts()) - before)
     device.clear_races()
     RACES.extend(races)
