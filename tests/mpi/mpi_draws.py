@@ -49,6 +49,6 @@ def test_random_layers_equal_those_of_the_uncut_network(comm, run, network):
     assert found.max_rel_error <= 1e-12, found
     if ON_GPU:  # whose masks of dropout are of booleans, and of floats in the profile
         pairs = zip(found.peak_activation_bytes, found.predicted_activation_bytes, strict=True)
-        assert all(0.8 * predicted <= peak <= predicted for peak, predicted in pairs), found
+        assert all(0.5 * predicted <= peak <= predicted for peak, predicted in pairs), found
     else:
         assert found.peak_activation_bytes == found.predicted_activation_bytes, found
