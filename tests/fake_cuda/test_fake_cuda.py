@@ -20,7 +20,10 @@ QUICK = {  # on four ranks: both directions, a split backward and a replica; act
     "staged": "(equals_one and (gems_master-2-2 or 1f1b-4-1)) or (bits_and_bytes and resnet-1f1b)",
 }
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+    pytest.mark.timeout(LIMIT_S + 200),  # the first one compiles
+]
 
 
 def environment(**more: str) -> dict[str, str]:
