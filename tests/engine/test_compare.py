@@ -9,9 +9,8 @@ import torch
 
 from gems.engine.verification import compare as module
 from gems.engine.verification.compare import compare, relative_error
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
-
-CPU = torch.device("cpu")
 
 
 def test_the_largest_error_is_relative_to_its_own_tensor():
@@ -41,7 +40,7 @@ def test_nothing_has_no_error():
 
 def test_not_a_number_in_one_step_is_not_forgotten(comm, monkeypatch):
     spec = make_spec("1f1b", 1, train__precision="float64", train__steps=3)
-    assert compare(spec, comm, CPU).max_rel_error <= 1e-12
+    assert compare(spec, comm, DEVICE).max_rel_error <= 1e-12
     calls = []
 
     def once_wrong(ours, reference, floor):
@@ -49,7 +48,7 @@ def test_not_a_number_in_one_step_is_not_forgotten(comm, monkeypatch):
         return (math.nan, "stem.conv.weight") if len(calls) == 5 else relative_error(ours, reference, floor)
 
     monkeypatch.setattr(module, "relative_error", once_wrong)
-    difference = compare(spec, comm, CPU)
+    difference = compare(spec, comm, DEVICE)
     assert len(calls) == 9
     assert math.isnan(difference.max_rel_error) and math.isnan(difference.gradient_error)
     assert difference.worst == "stem.conv.weight at rank 0, step 1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,14 @@ from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.transport.mpi import Transport
+from tests.device import DEVICE
 from tests.engine.toys import make_spec
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    with DEVICE:
+        yield
 
 
 def layers(width: int = 4) -> nn.ModuleList:
@@ -28,7 +35,7 @@ def transport(comm):
 
 def test_autograd_adds_into_one_buffer(transport):
     modules = {(0, 0): layers(), (1, 2): layers(6)}
-    gradients = Gradients(modules, transport, torch.float32, CPU)
+    gradients = Gradients(modules, transport, torch.float32, DEVICE)
     parameters = [p for module in modules.values() for p in module.parameters()]
     places = [p.grad.data_ptr() for p in parameters]
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == 1
@@ -48,7 +55,7 @@ def test_autograd_adds_into_one_buffer(transport):
 
 def test_views_do_not_overlap(transport):
     modules = {(0, 1): layers(), (1, 1): layers(), (0, 2): layers(5), (1, 2): layers(5), (0, 3): layers(2)}
-    gradients = Gradients(modules, transport, torch.float32, CPU)
+    gradients = Gradients(modules, transport, torch.float32, DEVICE)
     parameters = [p for module in modules.values() for p in module.parameters()]
     for number, parameter in enumerate(parameters):
         parameter.grad.fill_(number)
@@ -60,7 +67,7 @@ def test_views_do_not_overlap(transport):
 def test_two_copies_on_one_rank_get_one_sum_and_the_mean_of_their_statistics(transport):
     """The middle rank of an odd number holds the middle stage in both directions."""
     modules = {(0, 1): layers().double(), (1, 1): layers().double()}
-    gradients = Gradients(modules, transport, torch.float64, CPU)
+    gradients = Gradients(modules, transport, torch.float64, DEVICE)
     torch.manual_seed(0)
     down, up = modules.values()
     first = [torch.randn_like(p) for p in down.parameters()]
@@ -84,7 +91,7 @@ def test_two_copies_on_one_rank_get_one_sum_and_the_mean_of_their_statistics(tra
 
 def test_one_copy_alone_is_left_as_it_is(transport):
     modules = {(0, 0): layers()}
-    gradients = Gradients(modules, transport, torch.float32, CPU)
+    gradients = Gradients(modules, transport, torch.float32, DEVICE)
     modules[0, 0][1].running_mean.fill_(3.0)
     gradients.reduce()
     assert bool((modules[0, 0][1].running_mean == 3).all())
@@ -106,7 +113,7 @@ def test_optimizer_state_is_counted(name, tensors_per_parameter):
 def test_frozen_parameters_have_no_gradient_and_no_place_in_the_message(transport):
     module = layers()
     module[0].weight.requires_grad_(False)
-    gradients = Gradients({(0, 0): module}, transport, torch.float32, CPU)
+    gradients = Gradients({(0, 0): module}, transport, torch.float32, DEVICE)
     assert module[0].weight.grad is None and module[0].bias.grad is not None
     num_trained = sum(p.numel() for p in module.parameters()) - module[0].weight.numel()
     assert gradients.num_bytes == 4 * (num_trained + 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,9 +23,16 @@ from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import with_strips
 from gems.trace import KINDS
+from tests.device import DEVICE
 from tests.engine.rig import LateTransport, ListPart
 
-CPU = torch.device("cpu")
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    with DEVICE:
+        yield
+
+
 PAIR = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
@@ -75,9 +83,9 @@ def test_strips_have_shapes_of_their_own_and_nothing_is_sent_of_one_without_rows
     shapes = [(), ((2, 1),), ((2, 4), (3,))]
     boundaries = [tuple(TensorSpec(str(n), shape, torch.float32) for n, shape in enumerate(each)) for each in shapes]
     part = ListPart()
-    recorder = Recorder(part, CPU)
+    recorder = Recorder(part, DEVICE)
     transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.tensor(7.0))
-    channels = P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)
+    channels = P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
     for strip, expected in enumerate(shapes):
         channels.post_send(Action(Kind.SEND_F, 0, strip), [torch.ones(shape) for shape in expected])
         receive = Action(Kind.RECV_B, 0, strip)
@@ -121,9 +129,9 @@ def two_stages_here(num_micro_batches: int = 1) -> Schedule:
 
 def open_channels(comm, boundary, num_micro_batches=1):
     part = ListPart()
-    recorder = Recorder(part, CPU)
+    recorder = Recorder(part, DEVICE)
     schedule = two_stages_here(num_micro_batches)
-    channels = P2PChannels(schedule, 0, [boundary], [Transport(comm, 20.0)], Staging(CPU), recorder)
+    channels = P2PChannels(schedule, 0, [boundary], [Transport(comm, 20.0)], Staging(DEVICE), recorder)
     return channels, recorder, part
 
 
@@ -218,9 +226,9 @@ def test_more_messages_than_tags_are_refused():
     top = max(
         message_tag(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
     )
-    recorder = Recorder(None, CPU)
+    recorder = Recorder(None, DEVICE)
     transport.max_tag = top - 1
     with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):
-        P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)
+        P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
     transport.max_tag = top + 2 * 4
-    P2PChannels(schedule, 0, boundaries, [transport], Staging(CPU), recorder)
+    P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
