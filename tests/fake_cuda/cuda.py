@@ -173,6 +173,7 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "cudart": lambda: cudart,
         "default_generators": tuple(native.default_generator(index) for index in range(num_devices)),
     }
+    torch.backends.cudnn.enabled = False  # there is none
     for name, value in found.items():
         setattr(torch.cuda, name, value)
         for module in (torch.cuda.random, torch.cuda.memory):  # which have imported some of them by name

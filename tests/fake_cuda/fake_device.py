@@ -58,6 +58,19 @@ def test_training_has_the_numbers_of_the_processor_and_on_a_late_device_the_same
     assert races() == []
 
 
+def test_an_lstm_has_the_numbers_of_the_processor():
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layer = nn.LSTM(5, 7, 2, batch_first=True).double().to(device)
+        words = torch.randn(3, 4, 5).double().to(device).requires_grad_()
+        out, (hidden, cell) = layer(words)
+        (out.sin().sum() + hidden.sum() + cell.cos().sum()).backward()
+        return [each.cpu() for each in (out, words.grad, *(p.grad for p in layer.parameters()))]
+
+    for ours, theirs in zip(run("cuda"), run("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
 def copy_out(waits: bool) -> torch.Tensor:
     side, host = torch.cuda.Stream(), torch.zeros(N, pin_memory=True)
     made = torch.zeros(N, device="cuda")

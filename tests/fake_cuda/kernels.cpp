@@ -375,6 +375,34 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1.0 - p)), mask};
 }
 
+// The cell of an LSTM, which the processor composes and a GPU has as one kernel; the workspace holds its four gates.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  Tensor sum = input_gates + hidden_gates;
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) sum = sum + *bias;
+  auto parts = sum.chunk(4, 1);
+  Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), made = parts[2].tanh(), out = parts[3].sigmoid();
+  Tensor next = forget * cell + in * made;
+  return {out * next.tanh(), next, at::cat({in, forget, made, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& grad_hidden, const std::optional<Tensor>& grad_next, const Tensor& cell,
+    const Tensor& next, const Tensor& workspace, bool has_bias) {
+  auto gates = workspace.chunk(4, 1);
+  const Tensor &in = gates[0], &forget = gates[1], &made = gates[2], &out = gates[3];
+  Tensor hidden = grad_hidden && grad_hidden->defined() ? *grad_hidden : at::zeros_like(next);
+  Tensor bent = next.tanh(), of_cell = hidden * out * (1 - bent * bent);
+  if (grad_next && grad_next->defined()) of_cell = of_cell + *grad_next;
+  Tensor of_gates = at::cat(
+      {of_cell * made * in * (1 - in), of_cell * cell * forget * (1 - forget), of_cell * in * (1 - made * made),
+       hidden * bent * out * (1 - out)},
+      1);
+  return {of_gates, of_cell * forget, has_bias ? of_gates.sum(0) : Tensor()};
+}
+
 Tensor view(const Tensor& self, at::IntArrayRef size) { return at::native::view(self, size); }
 
 Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -402,6 +430,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", TORCH_FN(copy_));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   m.impl("record_stream", TORCH_FN(record_stream_));
   m.impl("view", TORCH_FN(view));
   m.impl("as_strided", TORCH_FN(as_strided));

@@ -64,6 +64,8 @@ PARTS = (
     _mpi("training"),
     _mpi("tasks"),
     _mpi("draws"),
+    _mpi("zoo"),
+    _mpi("placed"),
     _mpi("transport"),
 )
 
