@@ -156,7 +156,7 @@ def test_mixed_precision_computes_as_one_process(
     if part is None:
         return
     made = broadcast(part, plan_run(spec) if part.rank == 0 else None)
-    found = compare(spec, part, CPU, made.schedule, made.boundaries, made.memory_plan)
+    found = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
     assert found.dtype == precision and found.is_equal, found
     assert found.has_predicted_bytes and max(found.peak_activation_bytes) > 0, found
 
