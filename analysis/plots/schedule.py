@@ -14,7 +14,7 @@ from analysis.plots.figure import check_picture_path, save_figure
 from analysis.plots.timeline import MAX_LANES, lanes_figure
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Kind
-from gems.schedule.costs import STRIP_LOADS, SegmentCosts, StageCosts, uniform
+from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only
@@ -74,10 +74,7 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
     if given is None:
         return schedule, uniform(schedule.num_ranks, schedule.num_stages)
     try:
-        segments = tuple(tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ()))
-        loads = tuple(tuple(map(float, of_stage)) for of_stage in given.pop(STRIP_LOADS, ()))
-        by_stage: dict[str, Any] = {name: tuple(map(float, values)) for name, values in given.items()}
-        costs = StageCosts(**by_stage, segments=segments, strip_loads=loads)
+        costs = StageCosts.from_json(given)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError("costs", path, f"are not costs of stages ({error})") from error
     lengths = {len(value) for field in fields(costs) if (value := getattr(costs, field.name))}

@@ -123,18 +123,19 @@ def _with_times_of_strips(spec: RunSpec, profile: ModelProfile) -> ModelProfile:
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
         rows = max(stride, -(-height * of_layer.at_once // spec.parallel.strips // stride) * stride)
-        if rows < height and rows not in by_rows:
+        if rows not in by_rows:
             by_rows[rows] = _shorter(spec, profile, rows)
-        timed = by_rows[rows].layers[number] if rows < height else layer
-        share = height / rows if timed is not layer else 1.0
-        times = {name: getattr(timed, name) * share for name in TIMES}
-        layers.append(replace(layer, **times))
+        short = by_rows[rows]
+        share = height / short.height_px
+        layers.append(replace(layer, **{name: getattr(short.layers[number], name) * share for name in TIMES}))
     shares = [list(of_layer.shares) for of_layer in work.layers]
     return replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
 
 
 def _shorter(spec: RunSpec, profile: ModelProfile, rows: int) -> ModelProfile:
-    """Return the profile of an image of so many rows, or the given one where the model does not take it."""
+    """Return the profile of an image of so many rows, or the given one if that has no more or the model refuses it."""
+    if rows >= profile.height_px:
+        return profile
     try:
         short = profile_alone(replace(spec, data=replace(spec.data, height_px=rows)))
     except ConfigError:

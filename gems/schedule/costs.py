@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
+from typing import Any
 
-from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
 _B, _I = Kind.B, Kind.I
@@ -51,7 +52,6 @@ _SEGMENT_FIELDS = {
 _FIELDS = {
     **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.REDUCE_GRAD: "reduce", Kind.STEP: "step",
 }  # fmt: skip
-_BY_STRIP = frozenset({Kind.F, Kind.R, _B, _I, Kind.W})
 
 
 # the fields of `StageCosts` that each stage has, by their unit; beside them there are bytes between stages
@@ -100,6 +100,18 @@ class StageCosts:
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
 
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> StageCosts:
+        """Read lists of numbers by the names of the fields, with segments as mappings and loads stage by stage."""
+        given: dict[str, Any] = {
+            name: tuple(map(float, values))
+            for name, values in document.items()
+            if name not in ("segments", STRIP_LOADS)
+        }
+        segments = tuple(tuple(SegmentCosts(**entry) for entry in stage) for stage in document.get("segments", ()))
+        loads = tuple(tuple(map(float, of_stage)) for of_stage in document.get(STRIP_LOADS, ()))
+        return cls(**given, segments=segments, strip_loads=loads)
+
     @property
     def num_stages(self) -> int:
         """Number of stages."""
@@ -128,7 +140,7 @@ class StageCosts:
 
     def time(self, action: Action) -> float:
         """Return the time of an action on its rank or copy engine; transfers take none here."""
-        if self.strip_loads and action.kind in _BY_STRIP and action.micro_batch is not None:
+        if self.strip_loads and action.kind in COMPUTE_KINDS and action.micro_batch is not None:
             loads = self.strip_loads[action.stage]
             return loads[action.micro_batch % len(loads)] * self._mean_time(action)
         return self._mean_time(action)

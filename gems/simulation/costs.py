@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
-from gems.schedule.costs import STRIP_LOADS, DepthCosts, Network, StageCosts
+from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace, Simulation, rank_times, simulate
@@ -34,14 +33,8 @@ def depth_costs(run: RunSpec) -> DepthCosts:
         num_ranks=run.parallel.partitions, forward=cost.forward, input_grad=cost.input_grad,
         weight_grad=cost.weight_grad, recompute=cost.recompute, copy=cost.offload,
         boundary_bytes=float(cost.boundary_bytes), times=tuple(cost.times), activations=tuple(cost.activations),
-        given=_given_stages(cost.stages) if cost.stages else None,
+        given=StageCosts.from_json(cost.stages) if cost.stages else None,
     )  # fmt: skip
-
-
-def _given_stages(stages: Mapping[str, Any]) -> StageCosts:
-    given: dict[str, Any] = {name: tuple(map(float, values)) for name, values in stages.items() if name != STRIP_LOADS}
-    given[STRIP_LOADS] = tuple(tuple(map(float, loads)) for loads in stages.get(STRIP_LOADS, ()))
-    return StageCosts(**given)
 
 
 def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,7 @@ from tests.fake_cuda.load import native
 N = 1 << 12
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    native().set_late(False, 0)
-    native().clear_races()
-    native().limit(0, 0)
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def races() -> list[str]:

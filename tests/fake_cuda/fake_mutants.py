@@ -8,7 +8,6 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +66,7 @@ MUTANTS = [
 ]
 _wanted: dict[str, Numbers] = {}
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """Leave the device as it was, in whatever state a mutant has put it."""
-    yield
-    torch.cuda.synchronize()
-    native().set_late(False, 0)
-    native().clear_races()
+pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 def take_out(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fake_cuda.children import REPORTS, report
 from tests.fake_cuda.load import native
@@ -49,6 +50,17 @@ def no_races(reports_of_children: None) -> Iterator[None]:
     RACES.extend(races)
     if races:
         pytest.fail("\n".join([f"{len(races)} races on the fake device:", *dict.fromkeys(races)]), pytrace=False)
+
+
+@pytest.fixture
+def clean_device() -> Iterator[None]:
+    """Leave the device as it was, in whatever state a test has put it."""
+    yield
+    torch.cuda.synchronize()
+    device = native()
+    device.set_late(False, 0)
+    device.clear_races()
+    device.limit(0, 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

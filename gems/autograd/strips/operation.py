@@ -53,6 +53,11 @@ class Operation:
     is_elementwise: bool = False
     state: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def height(self) -> int:
+        """Rows of what it gives, 1 if that is there whole."""
+        return 1 if self.info.kind == WHOLE else self.info.height
+
 
 @dataclass(slots=True)
 class Known:

@@ -256,11 +256,10 @@ class StripRun:
         taken = iter(at.taken) if at is not None else iter(())
         if at is not None:
             source = network.infos[operation.reads[0]]
-            height = 1 if operation.info.kind == WHOLE else operation.info.height
             window = at.window
             if operation.rule is not None and not operation.is_summed:
                 window = operation.rule.reads(*at.new)
-            rows = Rows(*at.new, *window, height, source.height, at.window)
+            rows = Rows(*at.new, *window, operation.height, source.height, at.window)
 
         def tensor(ref: Ref) -> Any:
             if ref.number not in operation.reads:

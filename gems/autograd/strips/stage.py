@@ -17,8 +17,10 @@ from gems.autograd.strips.lower import draws_numbers, lower
 from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known, products, strips_at_once
 from gems.autograd.strips.run import Draws, Network, StripRun
 from gems.autograd.strips.trace import Trace, trace
+from gems.models.build import TensorSpec
 from gems.models.outputs import map_tensors
 from gems.models.streaming.plan import RowValue, plan_rows
+from gems.models.streaming.rules import even_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class Boundary:
     dtype: torch.dtype
     ends: tuple[int, ...] | None
     dim: int = 2
+
+    @classmethod
+    def of_images(cls, images: TensorSpec, strips: int) -> Boundary:
+        """Return what the first stage takes: images in strips of equally many rows, or one more."""
+        return cls(images.shape, images.dtype, even_ends(images.shape[2], strips))
 
     def strip_shape(self, strip: int) -> tuple[int, ...]:
         """Return the shape of the tensor of a strip, which may have no rows."""
@@ -93,10 +100,9 @@ class StripStage:
             if operation.reads:
                 rows[number] = len(values)
                 reads = tuple(rows[read] for read in operation.reads)
-                height = 1 if operation.info.kind == WHOLE else operation.info.height
                 flags = operation.is_summed, operation.has_zeros, operation.is_late
                 at_once = self._at_once[number] = strips_at_once(operation, known.infos, strips, min_positions)
-                values.append(RowValue(height, (), operation.rule, reads, *flags, at_once))
+                values.append(RowValue(operation.height, (), operation.rule, reads, *flags, at_once))
         plan = plan_rows(values, strips)
         self._network = Network(operations, known.infos, len(inputs), traced.outputs, rows, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
@@ -120,8 +126,7 @@ class StripStage:
                 continue
             operation = network.operations[number - network.num_inputs]
             values = operation.info.value if isinstance(operation.info.value, Tensor) else operation.info.value[0]
-            height = 1 if operation.info.kind == WHOLE else operation.info.height
-            of_row = values.numel() // max(1, height) * products(operation, network.infos)
+            of_row = values.numel() // max(1, operation.height) * products(operation, network.infos)
             ends = (0, *network.plan.ends[row])
             made = [of_row * (end - begin) for begin, end in pairwise(ends)]
             yield operation.step.name, self._at_once[number], made

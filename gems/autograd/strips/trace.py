@@ -157,9 +157,9 @@ def _device(modules: Iterable[nn.Module]) -> torch.device:
     return next((each.device for each in tensors if each.device.type != "meta"), torch.device("cpu"))
 
 
-def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of the same shape and layout, and of another type, on the default device."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype)
+def _like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
+    """Return a tensor of the same shape and layout, perhaps of another type, on the default device or another."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _value(layer: _Layer, node: fx.Node) -> Any:
 
 def _of_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of the meta device like one that was recorded."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _like(tensor, device="meta")
 
 
 def _weight(root: nn.Module, path: str, mixed: Mixed | None) -> Weight:

@@ -23,7 +23,6 @@ from gems.engine.strips.stage import StageInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
-from gems.models.streaming.rules import even_ends
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def find_forms(
         ConfigError: a layer that needs the whole image.
     """
     strips, given = spec.parallel.strips, input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    passed = Passed((Boundary(given.shape, given.dtype, even_ends(given.shape[2], strips)),), strips)
+    passed = Passed((Boundary.of_images(given, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []

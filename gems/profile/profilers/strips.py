@@ -22,7 +22,6 @@ from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
-from gems.models.streaming.rules import even_ends
 from gems.profile.profilers.chain import Lab
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
@@ -56,7 +55,7 @@ def take(spec: RunSpec) -> StripProfile:
 def images(spec: RunSpec, precision: Precision) -> Boundary:
     """Return what the first stage of a resolved run takes."""
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
-    return Boundary(given.shape, given.dtype, even_ends(given.shape[2], spec.parallel.strips))
+    return Boundary.of_images(given, spec.parallel.strips)
 
 
 def stage_of(

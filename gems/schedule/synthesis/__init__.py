@@ -110,8 +110,9 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
         ):
             best = faster(rival, rival.name)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
-    shortest = min(_time_bound(request, one.placement, one.counts) for one in possible)
-    shortest_any = min(_any_strips_bound(request, one.placement, one.counts) for one in problems)
+    least_of = {one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems}
+    shortest = min(_time_bound(request, one.placement, one.counts, least_of[one.placement]) for one in possible)
+    shortest_any = min(least_of.values())
     num_tried, listed = _listed(request, _affordable(request, possible, budget), budget, shortest)
     for one, method, schedule in listed:
         best = faster(schedule, method)
@@ -125,11 +126,9 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     validate(schedule, request.costs.of(schedule.placement), cap)
     counts = Counter(schedule.directions().values())
     own = schedule.placement, [counts[way] for way in range(schedule.num_directions)]
-    shortest, shortest_any = (
-        min(shortest, _time_bound(request, *own)),
-        min(shortest_any, _any_strips_bound(request, *own)),
-    )
-    shortest_any = shortest if allow else shortest_any  # which leave one number of strips
+    least_own = _any_strips_bound(request, *own)
+    shortest = min(shortest, _time_bound(request, *own, least_own))
+    shortest_any = shortest if allow else min(shortest_any, least_own)  # memory actions leave one number of strips
     bound, bound_any = (
         min(1.0, result.efficiency * result.span / least) if least else 1.0 for least in (shortest, shortest_any)
     )
@@ -237,12 +236,12 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
     return near[: NUM_WITH_ACTS if request.allow else NUM_PLACEMENTS]
 
 
-def _time_bound(request: Request, placement: Placement, counts: Sequence[int]) -> float:
+def _time_bound(request: Request, placement: Placement, counts: Sequence[int], any_strips: float) -> float:
+    """Return a time that no step in so many strips is shorter than; none is shorter than `any_strips`."""
     costs, cap, network = request.costs.of(placement), request.cap, request.network
-    bound = _any_strips_bound(request, placement, counts)
     if costs.strip_loads:
-        return bound  # the first strips have less to do than the mean, of which the other bounds are
-    bound = max(bound, span_bound(costs, placement, counts, cap, network, request.allow))
+        return any_strips  # the first strips have less to do than the mean, of which the other bounds are
+    bound = max(any_strips, span_bound(costs, placement, counts, cap, network, request.allow))
     if request.num_strips == 1:
         return bound
     return max(bound, strips_span_bound(costs, placement, sum(counts), request.num_strips, cap, network))
