@@ -32,6 +32,8 @@ def verify(spec: RunSpec, options: Options) -> int:
         f"{'equal' if found.is_equal else 'DIFFERENT'}, max relative error {found.max_rel_error:.2e} in {found.dtype} "
         f"({found.worst})"
     )
+    if found.rounding_error:
+        print(f"the last digit of the images alone changes one process by {found.rounding_error:.2e}")
     held, predicted = (
         " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
     )

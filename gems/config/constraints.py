@@ -32,6 +32,10 @@ def check_constraints(spec: RunSpec) -> None:
     check_memory(spec)
     check_stages(spec.cost.stages)
     _refuse_first(_machine_checks(spec))
+    _refuse_first([
+        (spec.model.norm == "ghost_batch" and not spec.parallel.strips, "parallel.strips", 0,
+         "leaves open how many strips there are, by which model.norm=ghost_batch normalizes", "give their number"),
+    ])  # fmt: skip
     _check_train(spec)
     check_cluster(spec.cluster)
 

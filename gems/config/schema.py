@@ -84,8 +84,9 @@ class ModelConfig:
     )  # fmt: skip
     norm: str = text(
         "batch",
-        "normalization: batch, frozen_batch (by running statistics; also of a network of your own), group, layer (over "
-        "channels), none; of a ResNet of version 2 also normalizer_free (standardized weights, scaled branches)",
+        "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these also of a network of "
+        "your own), group, layer (over channels), none; of a ResNet of version 2 also normalizer_free (standardized "
+        "weights, scaled branches)",
     )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
     stochastic_depth: float = number(

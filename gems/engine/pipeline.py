@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -76,6 +76,7 @@ class Pipeline:
     evaluate: Executor
     plan: MemoryPlan | None = None
     segments: Segments | None = None
+    norm_ends: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def image_micro_batches(self) -> Collection[int]:
@@ -230,7 +231,7 @@ def build_pipeline(
     return Pipeline(
         spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
         control, (*transports, reduce_transport, label_transport, control), loss, step_weight, train, evaluate, plan,
-        segments,
+        segments, {} if in_strips is None else in_strips.norm_ends,
     )  # fmt: skip
 
 

@@ -51,7 +51,11 @@ def writes(self: nn.Module, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[nn.Module | Callable[..., Any], str, str]] = {
-    "batch_norm": (nn.BatchNorm2d(4), "b.1 (BatchNorm2d: batch_norm)", "model.norm=frozen_batch|none|layer"),
+    "batch_norm": (
+        nn.BatchNorm2d(4),
+        "b.1 (BatchNorm2d: batch_norm)",
+        "model.norm=frozen_batch|none|layer|ghost_batch",
+    ),
     "group_norm": (nn.GroupNorm(2, 4), "b.1 (GroupNorm: group_norm)", "model.norm=frozen_batch|none|layer"),
     "instance_norm": (nn.InstanceNorm2d(4), "(InstanceNorm2d: instance_norm)", "model.norm=frozen_batch|none|layer"),
     "attention": (Attention(), "attention over the whole image", "set parallel.strips=1"),

@@ -26,6 +26,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"schedule\.memory_actions\[0\]=compress: allowed: recompute, offload",
     ),
     ({"schedule__placements": ["ring"]}, r"schedule\.placements\[0\]=ring: allowed: linear, bidirectional, v, wave"),
+    (
+        {"model__norm": "ghost_batch", "parallel__strips": 0},
+        r"parallel\.strips=0: leaves open how many strips there are, by which model\.norm=ghost_batch normalizes; give",
+    ),
     ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
     ({"cost__times": []}, r"cost\.times=\[\]: must have one entry or more"),
     ({"cost__activations": [1.0, 0.0]}, r"cost\.activations\[1\]=0\.0: must be above 0 and finite"),

@@ -89,7 +89,7 @@ class TestRefusals:
     def test_norms_that_it_does_not_have(self) -> None:
         with pytest.raises(ConfigError, match=r"model\.norm=layer: is for networks of the zoo; .*frozen_batch"):
             resolve_target(ModelConfig(target=UNET, norm="layer"))
-        with pytest.raises(ConfigError, match=r"model\.norm=frozen_batch: freezes batch norms, and .* has none"):
+        with pytest.raises(ConfigError, match=r"model\.norm=frozen_batch: changes batch norms, and .* has none"):
             layers_of(resolve_target(ModelConfig(target=UNET, kwargs={"norm": "group"}, norm="frozen_batch")), DATA)
 
     @pytest.mark.parametrize("changes", [{"kwargs": {"width": 3}}, {"path": "."}])

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from gems.config.schema import DataConfig
 from gems.models import layers_of
-from gems.models.blocks.parts import RELU_GAIN, ScaledStdConv2d, freeze_batch_norms, norm2d
+from gems.models.blocks.parts import (
+    RELU_GAIN,
+    GhostBatchNorm2d,
+    ScaledStdConv2d,
+    freeze_batch_norms,
+    ghost_batch_norms,
+    norm2d,
+)
 from gems.models.build import build_layer
 from gems.models.layer import Layer
 from tests.models.zoo import published
@@ -54,6 +61,31 @@ def test_the_batch_norms_of_a_network_are_frozen_whatever_their_class() -> None:
     assert list(before) == names
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network[1].weight.grad is not None
+
+
+def test_ghost_batch_norm_is_batch_norm_of_each_strip_and_moves_statistics_by_its_share_of_rows() -> None:
+    norm, plain = norm2d("ghost_batch", 6).double(), nn.BatchNorm2d(6).double()
+    torch.testing.assert_close(norm(IMAGES), plain(IMAGES))
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    norm.reset_running_stats()
+    norm.row_ends = (0, 1, 1, 3)
+    made = norm(IMAGES)
+    mean = torch.zeros(6, dtype=torch.float64)
+    for begin, end in ((0, 1), (1, 3)):
+        rows = IMAGES[:, :, begin:end]
+        torch.testing.assert_close(made[:, :, begin:end], nn.BatchNorm2d(6).double()(rows))
+        mean += 0.1 * (end - begin) / 3 * (rows.mean((0, 2, 3)) - mean)
+    torch.testing.assert_close(norm.running_mean, mean)
+    statistics = norm.running_mean.clone()
+    by_statistics = (IMAGES - statistics[:, None, None]) / (norm.running_var[:, None, None] + norm.eps).sqrt()
+    torch.testing.assert_close(norm.eval()(IMAGES), by_statistics)
+    assert torch.equal(norm.running_mean, statistics)
+
+
+def test_the_batch_norms_of_a_network_go_by_strip_but_for_those_of_other_classes_or_without_momentum() -> None:
+    network = nn.Sequential(nn.BatchNorm2d(6), Activated(6), nn.BatchNorm2d(6, momentum=None), nn.BatchNorm1d(6))
+    assert ghost_batch_norms(network) == 1 and ghost_batch_norms(network) == 0
+    assert [isinstance(module, GhostBatchNorm2d) for module in network] == [True, False, False, False]
 
 
 def test_layer_norm_is_over_the_channels_of_each_pixel() -> None:

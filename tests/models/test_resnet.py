@@ -134,7 +134,7 @@ def test_depth_and_version_choose_the_block(
         ({"version": 3}, "model.version", ["allowed: 1, 2"]),
         ({"block": "wide"}, "model.block", ["auto, basic, bottleneck"]),
         ({"shortcut": "none"}, "model.shortcut", ["auto, identity, projection"]),
-        ({"norm": "local"}, "model.norm", ["batch, frozen_batch, group, layer, none"]),
+        ({"norm": "local"}, "model.norm", ["batch, ghost_batch, frozen_batch, group, layer, none"]),
     ],
 )
 def test_an_impossible_network_is_refused_with_what_is_allowed(

@@ -185,7 +185,7 @@ def test_where_a_norm_sees_more_values_a_single_image_is_enough(name: str) -> No
         ({"name": "vgg", "depth": 16, "norm": "normalizer_free"}, "model.norm", ["layer, none"]),
         ({"name": "resnet_imagenet", "depth": 50, "block": "basic"}, "model.block", ["auto, bottleneck"]),
         ({"name": "resnet_imagenet", "depth": 50, "shortcut": "x"}, "model.shortcut", ["identity"]),
-        ({"name": "alexnet", "norm": "local"}, "model.norm", ["batch, frozen_batch, group, layer, none"]),
+        ({"name": "alexnet", "norm": "local"}, "model.norm", ["batch, ghost_batch, frozen_batch, group, layer, none"]),
         ({"name": "overfeat", "dropout": 1.0}, "model.dropout", ["below 1"]),
         ({"name": "inception_v3", "dropout": -0.1}, "model.dropout", ["0 or more"]),
         ({"name": "googlenet", "auxiliary": True}, "model.auxiliary", ["model=inception_v3"]),

@@ -123,7 +123,7 @@ def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, mo
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("norm", ["batch", "frozen_batch", "group", "layer", "none", "normalizer_free"])
+@pytest.mark.parametrize("norm", ["batch", "ghost_batch", "frozen_batch", "group", "layer", "none", "normalizer_free"])
 def test_halves_with_every_norm(comm, norm):
     spec = make_spec("1f1b", 3, model__norm=norm, model__version=2 if norm == "normalizer_free" else 1)
     check(comm, spec, validate(lower(halved(generate("1f1b", 3, 4), 1))))

@@ -33,6 +33,10 @@ MODELS = {
     "frozen": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3}}, CLASSES, {}),
     "standardised": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, {}),
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, {}),
+    "ghost": ({"name": "resnet", "depth": 20, "width": 4, "norm": "ghost_batch"}, {**CLASSES, "width_px": 32}, {}),
+    "own ghost": (
+        {"target": "tests.models.own_segmenters.OwnSegmenter", "norm": "ghost_batch"}, {**MASKS, "width_px": 32}, {},
+    ),
     "nf_resnet": (
         {"name": "resnet", "depth": 20, "version": 2, "width": 4, "norm": "normalizer_free"}, CLASSES, {},
     ),
@@ -62,6 +66,9 @@ RUNS = [
     ("resnet", "gems_master", 4, 1, 3, 20, WAITING),
     ("resnet", "zb_v", 2, 2, 2, 19, {}),
     ("resnet", "interleaved_1f1b", 2, 1, 7, 23, {}),
+    ("ghost", "gems_master", 2, 2, 3, 40, WAITING),
+    ("ghost", "zb_h1", 4, 1, 7, 41, WAITING),
+    ("own ghost", "1f1b", 2, 1, 3, 37, WAITING),
     ("nf_resnet", "zb_h1", 2, 2, 3, 21, {}),
     ("vgg", "capped", 2, 1, 2, 37, CAPPED),
     ("alexnet", "1f1b", 4, 1, 2, 79, WAITING),
@@ -121,6 +128,7 @@ STORED = [
     ("alexnet", "1f1b", 4, 1, 2, 79, "recompute, inputs leave"),
     ("plain unet", "zb_h1", 4, 1, 3, 28, "recompute"),
     ("plain unet", "1f1b", 2, 1, 2, 20, "vdnn_all of large storages"),
+    ("ghost", "zb_h1", 2, 1, 3, 40, "recompute, thin layers wait"),
     ("two outputs", "zb_h1", 2, 1, 3, 22, "recompute"),
     ("two outputs", "1f1b", 2, 1, 7, 22, "vdnn_all, thin layers wait"),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gems.autograd.strips.kernels import adaptive_average, drop_rows, linear, plain, wide_dtype
+from gems.autograd.strips.kernels import adaptive_average, batch_norm, drop_rows, linear, plain, wide_dtype
 from gems.autograd.strips.operation import PARTS, ROWS, WHOLE, Info, Known, Operation, arguments
 from gems.autograd.strips.trace import Step
 from gems.models.streaming.rules import Bins
@@ -44,7 +44,8 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     elif step.operation == "alpha_dropout" and arguments(step)["train"]:
         known.refuse(step, "draws its mask for the whole image")
     is_elementwise = step.operation not in ("batch_norm", "prelu")  # whose weights are by channel
-    return Operation(step, Info(ROWS, step.value, dim), plain, reads, how=how, is_elementwise=is_elementwise)
+    run = batch_norm if step.operation == "batch_norm" else plain
+    return Operation(step, Info(ROWS, step.value, dim), run, reads, how=how, is_elementwise=is_elementwise)
 
 
 def reduce(known: Known, step: Step) -> Operation:

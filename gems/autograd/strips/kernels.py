@@ -48,7 +48,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation in one strip: `seeded` gives its random numbers, `carried` is its sum so far."""
+    """One operation in one strip: `seeded` gives its random numbers, `carried` is its sum so far.
+
+    In a strip that runs again (`is_again`) it leaves running statistics alone.
+    """
 
     name: str
     target: Callable[..., Any]
@@ -59,6 +62,7 @@ class Call:
     seeded: Callable[[int | None], AbstractContextManager[None]]
     deferred: DeferredGradients | None
     carried: Tensor | None
+    is_again: bool = False
 
 
 Run = Callable[[Call], Any]
@@ -75,6 +79,15 @@ def linear(call: Call) -> Tensor:
     x, weight, bias = _weights(call)
     made = None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
     return functional.linear(x, weight, bias) if made is None else made
+
+
+def batch_norm(call: Call) -> Any:
+    """Normalize; in training by the rows that are there, which move the running statistics by their share of all."""
+    x, weight, bias, mean, variance, is_training, momentum, *more = call.args
+    if is_training:
+        momentum *= call.rows.num / call.rows.height if call.rows.height else 1.0
+        mean, variance = (None, None) if call.is_again else (mean, variance)
+    return call.target(x, weight, bias, mean, variance, is_training, momentum, *more)
 
 
 def reshape(call: Call) -> Tensor:

@@ -9,8 +9,19 @@ from dataclasses import replace
 import torch
 
 from gems.autograd.strips import elementwise, shapes, spatial
-from gems.autograd.strips.kernels import linear, plain
-from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Known, Operation, arguments, refs
+from gems.autograd.strips.kernels import batch_norm, linear, plain
+from gems.autograd.strips.operation import (
+    PARTS,
+    ROWS,
+    STATIC,
+    WHOLE,
+    Info,
+    Known,
+    Operation,
+    arguments,
+    is_ghost_norm,
+    refs,
+)
 from gems.autograd.strips.trace import Step
 
 
@@ -31,7 +42,7 @@ def _lower(known: Known, step: Step) -> Operation:
         _REFUSED[step.operation](known, step)
     if not any(kind in (ROWS, PARTS) for kind in kinds):
         kind = WHOLE if WHOLE in kinds else STATIC
-        return Operation(step, Info(kind, step.value), linear if step.operation == "linear" else plain)
+        return Operation(step, Info(kind, step.value), _OF_WHOLE.get(step.operation, plain))
     if WHOLE in kinds:
         known.refuse(step, "joins rows with what needs the whole image (squeeze-and-excitation)")
     reads = tuple(ref.number for ref in refs(step) if known.infos[ref.number].kind in (ROWS, PARTS))
@@ -51,16 +62,17 @@ def draws_numbers(operation: Operation) -> bool:
 
 
 _NORM = "model.norm=frozen_batch|none|layer"
+_OF_WHOLE = {"linear": linear, "batch_norm": batch_norm}
 
 
 def _refuse_batch_norm(known: Known, step: Step) -> None:
-    if arguments(step)["training"] and any(known.infos[ref.number].kind == ROWS for ref in refs(step)):
-        known.refuse(step, "needs statistics of the whole image", _NORM)
+    if arguments(step)["training"] and not is_ghost_norm(step):
+        _refuse_norm(known, step, f"{_NORM}|ghost_batch")
 
 
-def _refuse_norm(known: Known, step: Step) -> None:
+def _refuse_norm(known: Known, step: Step, norms: str = _NORM) -> None:
     if any(known.infos[ref.number].kind == ROWS for ref in refs(step)):
-        known.refuse(step, "needs statistics of the whole image", _NORM)
+        known.refuse(step, "needs statistics of the whole image", norms)
 
 
 def _refuse_product(known: Known, step: Step) -> None:

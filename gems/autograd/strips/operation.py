@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gems.autograd.strips.kernels import Run
-from gems.autograd.strips.trace import KEY, Ref, Step
+from gems.autograd.strips.trace import KEY, Ref, Step, Weight, is_in_place
 from gems.errors import ConfigError
+from gems.models.blocks.parts import GhostBatchNorm2d
 from gems.models.streaming.rules import Rule
 
 ROWS, WHOLE, STATIC, PARTS = "rows", "whole", "static", "parts"
@@ -89,16 +90,29 @@ def products(operation: Operation, infos: Sequence[Info]) -> int:
     return max(1, int(tensor.numel() // channels))
 
 
+def changed_buffer(step: Step) -> Weight | None:
+    """Return the buffer that a step changes in place, such as a counter."""
+    first = step.args[0] if step.args else None
+    return first if isinstance(first, Weight) and is_in_place(step.target) else None
+
+
+def is_ghost_norm(step: Step) -> bool:
+    """Return whether a step normalizes by the statistics of the rows that are there."""
+    is_norm = step.kind == GhostBatchNorm2d.__name__ and step.operation == "batch_norm"
+    return is_norm and bool(arguments(step)["training"])
+
+
 def strips_at_once(operation: Operation, infos: Sequence[Info], strips: int, min_positions: int) -> int:
     """Return how many strips an operation takes at once: thin ones would read its weights once for few positions.
 
+    Those of a norm by strip would give statistics of few values.
     It is a power of two, so that what takes several takes those that the operation before has taken.
     """
     name, count = operation.step.operation, 1
-    if name not in _PRODUCTS or operation.info.kind != ROWS:
+    if operation.info.kind != ROWS or (name not in _PRODUCTS and not is_ghost_norm(operation.step)):
         return count
     shape = operation.info.value.shape
-    positions = operation.info.value.numel() / shape[_PRODUCTS[name]]
+    positions = operation.info.value.numel() / shape[_PRODUCTS.get(name, 1)]
     while count < strips and positions * count < min_positions * strips:
         count *= 2
     return min(count, strips)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.buffers import Layout, Write, write_rows
 from gems.autograd.strips.kernels import Call, Rows
-from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Operation, each, refs
+from gems.autograd.strips.operation import PARTS, ROWS, STATIC, WHOLE, Info, Operation, changed_buffer, each, refs
 from gems.autograd.strips.trace import Ref, Step, Weight
 from gems.models.streaming.plan import FRESH, Piece, RowPlan, ValueStrip
 from gems.models.streaming.rules import Bins, Span
@@ -130,9 +130,10 @@ class StripRun:
         carries: Sequence[Tensor],
         draws: Draws | None,
         deferred: DeferredGradients | None,
+        is_again: bool = False,
     ) -> None:
         self._network, self._strip = network, strip
-        self._draws, self._deferred = draws, deferred
+        self._draws, self._deferred, self._is_again = draws, deferred, is_again
         self._is_last = strip == len(network.plan.strips) - 1
         self._values: dict[int, Any] = {}  # without rows, or parts
         self._carried: dict[int, list[Tensor]] = {}
@@ -206,7 +207,10 @@ class StripRun:
     def _step(self, number: int, operation: Operation) -> None:
         if not operation.reads:
             if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
-                self._values[number] = operation.run(self._call(operation, number, None))
+                buffer = changed_buffer(operation.step) if self._is_again else None
+                self._values[number] = (
+                    operation.run(self._call(operation, number, None)) if buffer is None else buffer.get()
+                )
             return
         at = self._network.at(self._strip, number)
         if operation.is_summed:
@@ -277,7 +281,9 @@ class StripRun:
             with self._seeded(step, row):
                 yield
 
-        return Call(step.name, step.target, args, kwargs, rows, operation.state, seeded, self._deferred, carried)
+        return Call(
+            step.name, step.target, args, kwargs, rows, operation.state, seeded, self._deferred, carried, self._is_again
+        )  # fmt: skip
 
     def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
         """Return arguments with weights and the device in place."""

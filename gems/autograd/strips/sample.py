@@ -79,7 +79,7 @@ class StripSample:
     ) -> tuple[Tensor | None, ...]:
         """Run the next strip; return what it gives, detached. If it `is_run_again`, its graph is dropped."""
         strip = len(self._graphs)
-        outputs, kept, graph = self._run(strip, inputs, self._carries, deferred)
+        outputs, kept, graph = self._run(strip, inputs, self._carries, deferred, is_again=False)
         self._graphs.append(None if is_run_again else graph)
         static = set(self._stage.static_carries(strip))
         self._carries = tuple(
@@ -97,7 +97,7 @@ class StripSample:
         deferred: DeferredGradients | None = None,
     ) -> None:
         """Run a strip again, whose backward is next, from its inputs and what was `carried` to it."""
-        *_, self._graphs[strip] = self._run(strip, inputs, carried, deferred)
+        *_, self._graphs[strip] = self._run(strip, inputs, carried, deferred, is_again=True)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run backward of the last strip that is left.
@@ -117,13 +117,19 @@ class StripSample:
         return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
 
     def _run(
-        self, strip: int, inputs: Sequence[Tensor | None], carried: Sequence[Tensor], deferred: DeferredGradients | None
+        self,
+        strip: int,
+        inputs: Sequence[Tensor | None],
+        carried: Sequence[Tensor],
+        deferred: DeferredGradients | None,
+        *,
+        is_again: bool,
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], _Graph]:
         is_cut = [self._has_gradients and tensor is not None and tensor.is_floating_point() for tensor in inputs]
         here = [Cut() if each else None for each in is_cut]
         before = [Cut() if tensor.requires_grad else None for tensor in carried]
         outputs, kept = self._stage.forward(
-            strip, _begun(here, inputs), _begun(before, carried), self._draws, deferred
+            strip, _begun(here, inputs), _begun(before, carried), self._draws, deferred, is_again
         )  # fmt: skip
         return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
 

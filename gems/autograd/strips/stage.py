@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.strips.kernels import drop_rows
 from gems.autograd.strips.lower import draws_numbers, lower
-from gems.autograd.strips.operation import ROWS, STATIC, WHOLE, Info, Known, products, strips_at_once
+from gems.autograd.strips.operation import (
+    ROWS,
+    STATIC,
+    WHOLE,
+    Info,
+    Known,
+    Operation,
+    is_ghost_norm,
+    products,
+    strips_at_once,
+)
 from gems.autograd.strips.run import Draws, Network, StripRun
 from gems.autograd.strips.trace import Trace, trace
 from gems.models.build import TensorSpec
@@ -67,6 +77,7 @@ class StripStage:
         outputs: what the stage gives, which the next one takes as `inputs`.
         draws: whether it draws random numbers, for which `forward` needs seeds.
         draws_by_row: the name of the first module that draws them row by row, unlike a layer that gets the whole image.
+        norm_ends: of each norm by strip, by its module's name, the rows after each strip.
     """
 
     def __init__(
@@ -78,8 +89,8 @@ class StripStage:
     ) -> None:
         """Trace the named layers, or take what `trace_stage` has made of them, and plan the rows of all strips.
 
-        A convolution or linear layer whose map has less than `min_positions` (rows x columns x images) in a strip waits
-        for more strips, and takes them at once.
+        A convolution, linear layer or norm by strip whose map has less than `min_positions` (rows x columns x images)
+        in a strip waits for more strips, and takes them at once.
 
         Raises:
             ConfigError: a layer needs the whole image, or has an operation that nothing is known of.
@@ -108,6 +119,10 @@ class StripStage:
         self.draws = any(draws_numbers(operation) for operation in operations)
         self.draws_by_row = next((each.step.name for each in operations if each.run is drop_rows), None)
         self.outputs = tuple(self._boundary(number) for number in traced.outputs)
+        self.norm_ends: dict[str, tuple[int, ...]] = {}
+        for number, operation in enumerate(operations, len(inputs)):
+            if is_ghost_norm(operation.step) and operation.info.kind == ROWS:
+                self._add_norm(known, operation, plan.ends[rows[number]])
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and type of what `forward` of a strip returns for the next one."""
@@ -142,6 +157,7 @@ class StripStage:
         carries: Sequence[Tensor] = (),
         draws: Draws | None = None,
         deferred: DeferredGradients | None = None,
+        is_again: bool = False,
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Run a strip.
 
@@ -151,6 +167,7 @@ class StripStage:
             carries: what the strip before returned.
             draws: gives seeds for random numbers; the same in all strips of an image.
             deferred: takes the weight gradients of backward where they can wait.
+            is_again: whether it has run before, so that running statistics have its rows already.
 
         Returns:
             What it gives of each output: rows, perhaps none; a whole tensor in the last strip and None before. And what
@@ -161,7 +178,7 @@ class StripStage:
         """
         if self.draws and draws is None:
             raise ValueError("these layers draw random numbers: give the seeds of the image")
-        run = StripRun(self._network, strip, inputs, carries, draws, deferred)
+        run = StripRun(self._network, strip, inputs, carries, draws, deferred, is_again)
         return run.outputs(), run.carries()
 
     @contextmanager
@@ -181,6 +198,15 @@ class StripStage:
             whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
         tensors = iter(whole)
         return map_tensors(lambda _: next(tensors), self._structure)
+
+    def _add_norm(self, known: Known, operation: Operation, ends: tuple[int, ...]) -> None:
+        value, name = operation.info.value, operation.step.name
+        positions = value.numel() // (value.shape[1] * operation.height)  # of a row
+        if any(0 < (end - begin) * positions < 2 for begin, end in pairwise((0, *ends))):
+            known.refuse(operation.step, "has a single value of a channel in a strip", "fewer strips")
+        if self.norm_ends.get(name, ends) != ends:
+            known.refuse(operation.step, "normalizes several maps of unlike rows")
+        self.norm_ends[name] = ends
 
     def _boundary(self, number: int) -> Boundary:
         info = self._network.infos[number]

@@ -306,7 +306,7 @@ def _weight(root: nn.Module, path: str, mixed: Mixed | None) -> Weight:
 def _refuse_alias(node: fx.Node, names: dict[str, tuple[str, str, int]]) -> None:
     """Refuse a change in place of a tensor that goes by another name later: here steps give new tensors."""
     changed = node.args[0] if node.args else None
-    if not _is_in_place(node.target) or not isinstance(changed, fx.Node):
+    if not is_in_place(node.target) or not isinstance(changed, fx.Node):
         return
     later = [other for other in node.graph.nodes if node < other]
     if any(read < node and _base(read) is _base(changed) for other in later for read in other.all_input_nodes):
@@ -324,14 +324,14 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _without_change_in_place(target: Any) -> Any:
     """Return the operation that gives a new tensor, where there is one."""
-    if not _is_in_place(target):
+    if not is_in_place(target):
         return target
     packet = getattr(torch.ops.aten, target.overloadpacket.__name__.removesuffix("_"), None)
     overload = target._overloadname
     return getattr(packet, overload) if packet and overload in packet.overloads() else target
 
 
-def _is_in_place(target: Any) -> bool:
+def is_in_place(target: Any) -> bool:
     """Return whether an operation changes its first argument."""
     schema = getattr(target, "_schema", None)
     return target is not operator.getitem and schema is not None and str(schema.name).endswith("_")

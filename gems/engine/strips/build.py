@@ -29,11 +29,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StripForms:
-    """The streaming forms of the stages of a rank, what each takes, and what passes between all stages."""
+    """The streaming forms of the stages of a rank, what each takes, and what passes between all stages.
+
+    `norm_ends` are those of the norms by strip of all stages, with which one process normalizes alike.
+    """
 
     forms: Mapping[StageKey, StripStage]
     takes: Mapping[StageKey, Passed]
     specs: Sequence[tuple[TensorSpec, ...]]  # of each strip of each stage but the last, in turn
+    norm_ends: Mapping[str, tuple[int, ...]]
 
     def open(
         self,
@@ -80,6 +84,7 @@ def find_forms(
     forms: dict[StageKey, StripStage] = {}
     takes: dict[StageKey, Passed] = {}
     specs: list[tuple[TensorSpec, ...]] = []
+    norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages, least = len(stages.boundaries) - 1, spec.parallel.min_strip_positions
     for stage in range(num_stages):
         names, form = stages.layer_names(stage), None
@@ -90,10 +95,11 @@ def find_forms(
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
             low = (compute_in(module, precision) for module in built)  # which layers without memory do not
             form = _form(zip(names, low, strict=True), passed, least, is_training)
+        norm_ends |= form.norm_ends
         passed = Passed(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
-    return StripForms(forms, takes, specs)
+    return StripForms(forms, takes, specs, norm_ends)
 
 
 def find_evaluation_forms(

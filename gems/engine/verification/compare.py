@@ -35,6 +35,7 @@ from gems.errors import ConfigError
 from gems.launch.verification import Verification
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
+from gems.models.blocks.parts import GhostBatchNorm2d
 from gems.models.build import as_tuple, build_layers, freeze, layer_seed
 from gems.models.imported.parts import whole_with_parts
 from gems.models.layer import Layer
@@ -59,9 +60,17 @@ def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
     return copies(parameters), copies((key, value.grad) for key, value in parameters), copies(statistics)
 
 
-def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> Iterator[tuple[Values, Values, Values]]:
+def train_unsplit(
+    spec: RunSpec,
+    schedule: Schedule,
+    device: torch.device,
+    norm_ends: Mapping[str, tuple[int, ...]],
+    is_nudged: bool = False,
+) -> Iterator[tuple[Values, Values, Values]]:
     """Train the whole model on the run's micro-batches; yield (parameters, gradients, statistics) after each step.
 
+    Norms by strip take whole images in the strips of rows that `norm_ends` has for them. Images may be `nudged` by the
+    spacing of their type, to see what rounding alone does.
     A copy of the model is a direction of a replica. Running statistics start each step equal in all copies, advance
     with each copy's micro-batches, and end as the mean over copies.
     """
@@ -70,6 +79,10 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
     names = [layer.name for layer in layers]
     whole, modules = _build_reference(layers, spec.seed, precision, device)
     model = nn.ModuleList(modules)
+    for name, module in zip(names, modules, strict=True):
+        for path, norm in module.named_modules():
+            if isinstance(norm, GhostBatchNorm2d):
+                norm.row_ends = norm_ends.get(f"{name}.{path}" if path else name)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     for name, module in zip(names, modules, strict=True):
         draws.watch(name, module)
@@ -102,6 +115,8 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         total = [torch.zeros_like(parameter) for parameter in parameters]
         slices = list(_copier(spec, schedule))
         copies = [list(_micro_batches(spec, dataset, step, each, dtype, device)) for each in slices]
+        if is_nudged:
+            copies = [[(_nudged(images), labels) for images, labels in copy] for copy in copies]
         size = spec.parallel.micro_batch_size
         runs = [[partial(forward, step=step, number=each.start // size) for each in copy] for copy in slices]
         if step == 0:
@@ -196,6 +211,12 @@ def _check_draws(spec: RunSpec, model: nn.Module, run: Callable[[], Any]) -> Non
             "model.target", spec.model.target or spec.model.name, "draws random numbers outside of its modules, "
             "so that no two of its trainings are alike", "use nn.Dropout in place of F.dropout, or set its rate to 0",
         )  # fmt: skip
+
+
+def _nudged(images: Tensor) -> Tensor:
+    """Return images whose values are each the next one below or above, or the same."""
+    signs = torch.randint(-1, 2, images.shape, generator=torch.Generator().manual_seed(0)).to(images)
+    return images * (1 + torch.finfo(images.dtype).eps * signs)
 
 
 def _loss_gradients(
@@ -314,13 +335,18 @@ def compare(
         pipeline.label_micro_batches, DTYPES[spec.train.compute_dtype], device, 0, pipeline.strip_order,
     )  # fmt: skip
     pipeline.set_training(True)
-    reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None
-    worst = [(0.0, "")] * 3
+    train_one = partial(train_unsplit, spec, pipeline.schedule, device, pipeline.norm_ends)
+    reference = train_one() if comm.rank == 0 else None
+    nudged = train_one(is_nudged=True) if comm.rank == 0 and pipeline.norm_ends else None
+    worst, rounding = [(0.0, "")] * 3, 0.0
     spacing = torch.finfo(DTYPES[spec.train.compute_dtype]).eps
     floor = spacing if spacing > FLOOR_ABOVE else FLOOR
     for step in range(spec.train.steps):
         pipeline.train.run(step, loader.batch(step))
         found = None if reference is None else next(reference)
+        if found is not None and nudged is not None:
+            pairs = zip(next(nudged), found, strict=True)
+            rounding = max(rounding, *(relative_error(*pair, floor)[0] for pair in pairs if pair[0] and pair[1]))
         pipeline.control.barrier(MEET_SLEEP_S)
         expected = _broadcast(comm, found)
         average = pipeline.update.average
@@ -337,12 +363,13 @@ def compare(
     loader.close()
     pipeline.control.barrier(MEET_SLEEP_S)
     everyone = allgather(comm, worst)
+    rounding = broadcast(comm, rounding)
     parameter, gradient, statistics = (max((errors[kind] for errors in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
     pipeline.close()
     return Verification(
         spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
-        is_in_strips=pipeline.schedule.num_strips > 1, **memory_report(pipeline),
+        is_in_strips=pipeline.schedule.num_strips > 1, rounding_error=rounding, **memory_report(pipeline),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -105,6 +106,47 @@ def _frozen(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (_Frozen, kind), {"__module__": kind.__module__})
 
 
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm by the statistics of each strip of rows (ghost batch norm: Hoffer et al. 2017, arXiv 1705.08741).
+
+    With `parallel.strips` the rows of an image that run together are normalized together, which is another model than
+    batch norm of whole images. A strip moves the running statistics by its share of the rows. `num_batches_tracked`,
+    which nothing reads, stays as it is.
+
+    Attributes:
+        row_ends: rows after each strip, with which whole images are normalized as in strips; None: all rows together.
+    """
+
+    row_ends: tuple[int, ...] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a feature map, (samples, channels, height, width)."""
+        height = input.shape[2]
+        if not self.training or self.row_ends is None:
+            return self._normalize(input, 1.0)
+        spans = [(begin, end) for begin, end in pairwise((0, *self.row_ends)) if begin < end]
+        return torch.cat(
+            [self._normalize(input[:, :, slice(*span)], (span[1] - span[0]) / height) for span in spans], 2
+        )
+
+    def _normalize(self, rows: Tensor, share: float) -> Tensor:
+        return functional.batch_norm(
+            rows, self.running_mean, self.running_var, self.weight, self.bias, self.training,
+            share * (self.momentum or 0.0), self.eps,
+        )  # fmt: skip
+
+
+def ghost_batch_norms(root: nn.Module) -> int:
+    """Let the batch norms of a network normalize by strips, and return how many there are.
+
+    Classes of one's own, and norms without momentum, stay as they are.
+    """
+    norms = [module for module in root.modules() if type(module) is nn.BatchNorm2d and module.momentum is not None]
+    for norm in norms:
+        norm.__class__ = GhostBatchNorm2d
+    return len(norms)
+
+
 class LayerNorm2d(nn.LayerNorm):
     """Layer norm over the channels of each pixel, as in ConvNeXt (Liu et al. 2022, arXiv 2201.03545)."""
 
@@ -119,11 +161,13 @@ class LayerNorm2d(nn.LayerNorm):
 def norm2d(norm: str, channels: int) -> nn.Module:
     """Return the norm of a feature map by its name in `model.norm`.
 
-    That is "batch", "frozen_batch" (by running statistics), "group" (8 groups, or as many as divide the channels),
-    "layer" (over channels), or none at all: "none" and "normalizer_free".
+    That is "batch", "ghost_batch" (by strip), "frozen_batch" (by running statistics), "group" (8 groups, or as many as
+    divide the channels), "layer" (over channels), or none at all: "none" and "normalizer_free".
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)
+    if norm == "ghost_batch":
+        return GhostBatchNorm2d(channels)
     if norm == "frozen_batch":
         return FrozenBatchNorm2d(channels).train()
     if norm == "layer":

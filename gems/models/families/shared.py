@@ -20,7 +20,7 @@ from gems.models.steps import (
     stride_after,
 )
 
-NORMS = ("batch", "frozen_batch", "group", "layer", "none")
+NORMS = ("batch", "ghost_batch", "frozen_batch", "group", "layer", "none")
 
 
 @dataclass(frozen=True, slots=True)

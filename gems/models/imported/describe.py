@@ -20,7 +20,7 @@ from gems.models.layer import Layer
 from gems.utils.cache import cached
 from gems.utils.targets import ask_child, locate, source_of
 
-_NORMS = ("batch", "frozen_batch")  # of a user's network: as it is, and by running statistics
+_NORMS = ("batch", "frozen_batch", "ghost_batch")  # of a user's network: as it is, by running statistics, by strip
 _TORCH_PART = "gems.models.imported.parts"
 
 
@@ -37,7 +37,7 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
     target = str(model.target)
     if model.norm not in _NORMS:
         text = f"is for networks of the zoo; {target} has norms of its own"
-        raise ConfigError("model.norm", model.norm, text, "leave it out, or set frozen_batch to freeze batch norms")
+        raise ConfigError("model.norm", model.norm, text, "leave it out, or set frozen_batch or ghost_batch")
     name, path = locate("model.target", target, model.path)
     return ModelConfig(name=name, target=target, kwargs=dict(model.kwargs), path=path, norm=model.norm)
 

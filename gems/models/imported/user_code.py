@@ -14,21 +14,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gems.errors import ConfigError
-from gems.models.blocks.parts import freeze_batch_norms
+from gems.models.blocks.parts import freeze_batch_norms, ghost_batch_norms
 from gems.utils.targets import call_target, short_name, target_error
 
-FROZEN_BATCH = "frozen_batch"
+CHANGED_NORMS = {"frozen_batch": freeze_batch_norms, "ghost_batch": ghost_batch_norms}
 _KEY = "model.target"
 
 
 def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
     """Construct the user's network on the current default device, from the host's generators as they stand.
 
-    With `norm` "frozen_batch" its batch norms keep to their running statistics in training.
+    With `norm` "frozen_batch" its batch norms keep to their running statistics in training, with "ghost_batch" they
+    take those of each strip.
 
     Raises:
         ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor that fails, or
-            something that is no module, has no parameters or leaves their shapes open, or no batch norm to freeze.
+            something that is no module, has no parameters or leaves their shapes open, or no batch norm for `norm` to
+            change.
     """
     module = call_target(_KEY, target, kwargs, path)
     if not isinstance(module, nn.Module):
@@ -38,8 +40,8 @@ def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: st
     lazy = next((name for name, value in module.named_parameters() if is_lazy(value)), None)
     if lazy is not None:
         raise ConfigError(_KEY, target, f"leaves the shape of {lazy} to its first image, and must say it")
-    if norm == FROZEN_BATCH and not freeze_batch_norms(module):
-        raise ConfigError("model.norm", norm, f"freezes batch norms, and {target} has none", "leave it out")
+    if norm in CHANGED_NORMS and not CHANGED_NORMS[norm](module):
+        raise ConfigError("model.norm", norm, f"changes batch norms, and {target} has none", "leave it out")
     return module
 
 

@@ -152,11 +152,10 @@ def _ends_of(
     value: RowValue, values: Sequence[RowValue], ends: Sequence[tuple[int, ...]], num_strips: int
 ) -> tuple[int, ...]:
     """Return how many rows of a value there are after each strip."""
-    if value.rule is None:
-        return tuple(min(each) for each in zip(*(ends[read] for read in value.reads), strict=True))
-    (read,) = value.reads
-    height = values[read].height
-    ready = [value.height if rows == height else min(value.height, value.rule.ready(rows)) for rows in ends[read]]
+    ready = [min(each) for each in zip(*(ends[read] for read in value.reads), strict=True)]
+    if value.rule is not None:
+        height = values[value.reads[0]].height
+        ready = [value.height if rows == height else min(value.height, value.rule.ready(rows)) for rows in ready]
     if value.is_late:
         return (*[0] * (num_strips - 1), ready[-1])
     taken = (strip - (strip + 1) % value.together for strip in range(num_strips - 1))
