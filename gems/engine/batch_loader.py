@@ -25,6 +25,7 @@ from gems.config.schema import RunSpec
 from gems.data import Dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.prefetch import MicroBatchReader, Prefetcher, Request
+from gems.engine.device import Arrival, CopyIn
 from gems.engine.executor import Batch
 from gems.errors import ConfigError
 from gems.models.streaming.rules import even_ends
@@ -70,6 +71,7 @@ class BatchLoader:
         self._data = cast(Dataset, dataset)  # which a rank that reads has
         self._image_micro_batches, self._label_micro_batches = image_micro_batches, label_micro_batches
         self._dtype, self._device = dtype, device
+        self._copies = CopyIn(device) if device.type == "cuda" else None
         self.reads = bool(image_micro_batches or label_micro_batches)
         self._train: Steps | None = None
         self._validation_workers: Workers | None = None
@@ -163,14 +165,22 @@ class BatchLoader:
         return images.to(self._dtype) if images.is_floating_point() else images
 
     def _on_device(self, batch: Batch) -> Batch:
-        def moved(images: Tensor) -> Tensor:
-            return self._typed(images.to(self._device, non_blocking=True))
+        """Return a batch whose images are typed, on a GPU as they arrive there."""
+        rows, copies = batch.rows, self._copies
+        if copies is None:
+            images = {m: self._typed(images) for m, images in batch.images.items()}
+            return replace(batch, images=images, rows=None if rows is None else lambda n: self._typed(rows(n)))
 
-        rows = batch.rows
+        def begin(images: Tensor) -> Arrival:
+            return copies.begin(images, self._dtype if images.is_floating_point() else images.dtype)
+
+        labels = {m: copies.begin(labels) for m, labels in batch.labels.items()}
+        arrivals = {m: begin(images) for m, images in batch.images.items()}
         return Batch(
-            {m: moved(images) for m, images in batch.images.items()},
-            {m: labels.to(self._device, non_blocking=True) for m, labels in batch.labels.items()},
-            None if rows is None else lambda strip: moved(rows(strip)),
+            {m: arrival.tensor for m, arrival in arrivals.items()},
+            {m: arrival.take() for m, arrival in labels.items()},
+            None if rows is None else lambda strip: begin(rows(strip)).take(),
+            lambda m: arrivals[m].take(),
         )
 
     def validation(

@@ -61,3 +61,36 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+class Arrival:
+    """A tensor on its way to a GPU, and the event that it has arrived."""
+
+    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
+        self.tensor, self.event = tensor, event
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, for which the current stream waits; the host does not."""
+        stream = torch.cuda.current_stream(self.tensor.device)
+        stream.wait_event(self.event)
+        self.tensor.record_stream(stream)
+        return self.tensor
+
+
+class CopyIn:
+    """Copies from pinned memory to a GPU on a stream of its own, and in memory of that stream.
+
+    So a copy waits for no compute: memory that compute has freed may be in use until all that is posted has run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def begin(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Arrival:
+        """Post the copy of a tensor, there perhaps of another type."""
+        with torch.cuda.stream(self._stream):
+            made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return Arrival(made, event)

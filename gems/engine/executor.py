@@ -34,12 +34,13 @@ class Batch:
     Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or (N, T), integers of
     shape (N, H, W), or float32 of shape (N, K). In validation there may be fewer labels than samples: the last ones
     count for nothing. If `rows` is given, it returns the rows of each strip in place of images, in the order in which
-    the list takes them.
+    the list takes them. `arrive` is called before images of a micro-batch are read that are on their way to the device.
     """
 
     images: Mapping[int, Tensor]
     labels: Mapping[int, Tensor]
     rows: Callable[[int], Tensor] | None = None
+    arrive: Callable[[int], object] | None = None
 
 
 class Executor:
@@ -268,7 +269,10 @@ class Executor:
         if found is not None:
             return found
         if self._batch.rows is None:
-            return (self._batch.images[self._whole(action)],)
+            whole = self._whole(action)
+            if self._batch.arrive is not None:
+                self._batch.arrive(whole)
+            return (self._batch.images[whole],)
         start_ns = time.perf_counter_ns()
         rows = self._batch.rows(_micro_batch(action))
         self._recorder.waited(self._step, start_ns, time.perf_counter_ns(), action)
@@ -298,6 +302,7 @@ class Executor:
         self._channels.post_send(action, self.router.take_for_send(action))
 
     def _reduce_or_step(self, action: Action) -> None:
+        self._channels.post_all()  # what peers need before they come to the sum
         start = self._recorder.timestamp()
         if self._update is not None and action.kind is Kind.REDUCE_GRAD:
             self._update.reduce(self._sums.losses)

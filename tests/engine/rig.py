@@ -78,11 +78,15 @@ class LateTransport:
     def receive(self, tensor: Tensor, rank: int, tag: int) -> tuple[Tensor, Action, int]:
         return (tensor, *self._of_tag[False, tag])
 
-    def wait(self, request: tuple[Tensor, Action, int], what: object = "") -> None:
+    def wait(self, request: tuple[Tensor, Action, int], what: object = "", meanwhile: object = None) -> None:
         buffer, action, index = request
         if action.kind is Kind.RECV_B:
             self._deliver(action._replace(kind=Kind.SEND_F))
         buffer.copy_(self._source(action, index))
+
+    def wait_until(self, is_done: Callable[[], bool], what: object, meanwhile: Callable[[], None]) -> None:
+        while not is_done():
+            meanwhile()
 
     def poll(self) -> None:
         """Move nothing."""

@@ -106,12 +106,16 @@ class FakeGpu:
         self.allocated = 0
         gpu = self
 
+        class Compute:
+            def synchronize(self) -> None:
+                gpu.log.append("stream synchronize")
+
         class Event:
             def __init__(self, enable_timing: bool) -> None:
                 assert enable_timing
 
             def record(self, stream: object) -> None:
-                assert stream == "compute"
+                assert isinstance(stream, Compute)
                 gpu.log.append("event")
                 self.ms = gpu.clock_ms
 
@@ -122,7 +126,7 @@ class FakeGpu:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Compute())
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
 
 
@@ -132,7 +136,7 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     recorder = Recorder(part, GPU)
     gpu.clock_ms = 5000.0
     recorder.begin_step(0)
-    assert gpu.log == ["synchronize", "event"], "the first stamp is of an idle device"
+    assert gpu.log == ["stream synchronize", "event"], "the first stamp is of an idle device"
     base_ns = recorder._base[1]
     gpu.clock_ms, gpu.allocated = 5001.5, 111
     start = recorder.timestamp()

@@ -168,7 +168,7 @@ def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
     assert (hang["rank"], hang["step"], hang["action"]) == (0, record["step"], record["action"])
     assert [(root["rank"], root["pid"], root["state"]) for root in hang["roots"]] == [(1, stopped.pid, "is silent")]
     assert record["waits_for"] == hang["waits_for"] and "of rank 1, which is silent" in line
-    assert "_wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
+    assert "wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
 
 
 @pytest.mark.timeout(150)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import cycle
+
 import pytest
 import torch
 
 from gems.engine.transport import staging
-from gems.engine.transport.staging import Staging, open_staging
+from gems.engine.transport.staging import HostStaging, Staging, open_staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 
@@ -14,93 +17,133 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SPEC = TensorSpec("x", (2, 3), torch.float32)
 
 
+class Event:
+    """An event that is reached when the test says so."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.is_reached, self.stream = log, False, ""
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream.name
+        self.log.append(f"{stream.name} records")
+
+    def query(self) -> bool:
+        return self.is_reached
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for the event of {event.stream}")
+
+
 @pytest.fixture
 def log(monkeypatch):
-    """Stand for a GPU: pinned memory is plain memory, a device copy another tensor, and the stream is written down."""
+    """Stand for a GPU: its memory is plain memory, and what its streams do is written down."""
     calls: list[str] = []
+    current = [Stream("compute", calls)]
+    names = cycle(("out", "in"))
     empty, copy = torch.empty, torch.Tensor.copy_
 
-    def pinned(shape, dtype, pin_memory):
-        assert pin_memory
-        calls.append("pin")
+    @contextmanager
+    def stream(entered):
+        current.append(entered)
+        yield
+        current.pop()
+
+    def made(shape, dtype, device=None, pin_memory=False):
+        calls.append("pin" if pin_memory else f"{current[-1].name} allocates")
         return empty(shape, dtype=dtype)
 
-    def to_device(tensor, device, non_blocking):
-        assert device == GPU
-        calls.append("to device")
+    def moved(tensor, to, non_blocking=False):
+        if to == GPU:
+            calls.append(f"{current[-1].name} brings" + ("" if non_blocking else ", and the host waits"))
         return tensor.clone()
 
     def copied(buffer, tensor, non_blocking=False):
-        calls.append("to host")
+        calls.append(f"{current[-1].name} copies" + ("" if non_blocking else ", and the host waits"))
         return copy(buffer, tensor)
 
-    class Stream:
-        def synchronize(self):
-            calls.append("synchronize")
-
-    monkeypatch.setattr(torch, "empty", pinned)
-    monkeypatch.setattr(torch.Tensor, "to", to_device)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, on: calls.append(f"kept for {on.name}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(next(names), calls))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(calls))
     return calls
 
 
-def test_host_staged_receives_through_one_buffer(log):
-    staged = Staging(GPU, is_direct=False)
-    buffer = staged.borrow(SPEC)
-    buffer.fill_(3.0)
-    tensor = staged.to_device(buffer)
-    assert log == ["pin", "to device", "synchronize"], "the copy is over before the buffer may be filled again"
-    again = staged.borrow(SPEC)
-    assert again is buffer
-    again.fill_(4.0)
+def test_host_staged_receives_are_brought_on_a_stream_of_their_own(log):
+    staged = HostStaging(GPU)
+    buffer = staged.receiving(SPEC)
+    assert buffer.is_ready, "nothing has used it"
+    buffer.tensor.fill_(3.0)
+    del log[:]
+    staged.bring(buffer)
+    assert log == ["in brings", "in records"]
+    tensor = staged.received(buffer)
+    assert log[2:] == ["compute waits for the event of in", "kept for compute"]
     assert bool((tensor == 3).all())
-    staged.release((tensor,))
-    assert staged.borrow(SPEC) is not tensor, "device memory is torch's own"
+    again = staged.receiving(SPEC)
+    assert again is buffer and not again.is_ready, "the copy still reads it"
+    other = staged.receiving(SPEC)
+    staged.bring(other)
+    other.event.is_reached = True
+    for each in (again, other):
+        staged._give_back(each)
+    assert staged.receiving(SPEC) is other, "the one that is ready comes first"
 
 
-def test_host_staged_sends_a_copy_that_is_whole_and_kept_until_it_has_left(log):
-    staged = Staging(GPU, is_direct=False)
+def test_host_staged_sends_a_copy_that_is_made_after_compute_and_kept_until_it_has_left(log):
+    staged = HostStaging(GPU)
     tensor = torch.arange(6.0).reshape(3, 2).t()
-    told = []
-    buffer, done = staged.to_host(tensor, lambda: told.append("left"))
-    assert log == ["pin", "to host", "synchronize"], "the copy is over before MPI reads it"
-    assert buffer.is_contiguous() and torch.equal(buffer, tensor)
-    other, _ = staged.to_host(tensor + 10, lambda: None)
-    assert other is not buffer and bool((buffer == tensor).all())
-    done()
-    assert told == ["left"]
-    assert staged.borrow(SPEC) is buffer
+    buffer = staged.sending(tensor)
+    assert log == ["pin", "out waits for compute", "out copies", "out records"]
+    assert not buffer.is_ready and buffer.source.data_ptr() == tensor.data_ptr(), "the copy still reads it"
+    buffer.event.is_reached = True
+    assert buffer.is_ready and buffer.tensor.is_contiguous() and torch.equal(buffer.tensor, tensor)
+    other = staged.sending(tensor + 10)
+    assert other is not buffer and bool((buffer.tensor == tensor).all())
+    staged.sent(buffer)
+    del log[:]
+    assert staged.sending(tensor) is buffer
+    assert log[0] == "out waits for the event of out"
 
 
-def test_direct_waits_for_the_device_before_mpi_reads_or_writes(monkeypatch):
-    calls = []
-
-    class Stream:
-        def synchronize(self):
-            calls.append("synchronize")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    direct = Staging(CPU)
-    direct._device = GPU
-    direct.borrow(SPEC)
-    assert calls == ["synchronize"], "a kernel may still read what the buffer held"
-    direct.to_host(torch.rand(2), lambda: None)
-    assert calls == ["synchronize"] * 2
+def test_direct_gives_mpi_nothing_that_the_device_still_uses(log):
+    direct = Staging(GPU)
+    fresh = direct.receiving(SPEC)
+    assert log == ["compute allocates", "compute records"]
+    assert not fresh.is_ready, "the allocator may give memory that a kernel still reads"
+    buffer = direct.sending(torch.zeros(2))
+    assert not buffer.is_ready, "the tensor may not be computed yet"
+    fresh.event.is_reached = True
+    received = direct.received(fresh)
+    direct.release((received,))
+    again = direct.receiving(SPEC)
+    assert again.tensor.data_ptr() == received.data_ptr() and not again.is_ready, "a kernel may still read it"
 
 
 def test_direct_uses_given_back_buffers_again():
     direct = Staging(CPU)
-    buffer = direct.borrow(SPEC)
-    assert direct.to_device(buffer) is buffer
-    leaf = buffer.detach().requires_grad_()
+    buffer = direct.receiving(SPEC)
+    assert buffer.is_ready
+    tensor = direct.received(buffer)
+    leaf = tensor.detach().requires_grad_()
     direct.release((leaf,))
-    again = direct.borrow(SPEC)
-    assert again.data_ptr() == buffer.data_ptr() and not again.requires_grad
-    assert direct.borrow(SPEC).data_ptr() != buffer.data_ptr()
-    direct.release((again,))
-    assert direct.borrow(TensorSpec("x", (3, 2), torch.float32)).data_ptr() != buffer.data_ptr()
-    assert direct.borrow(TensorSpec("x", (2, 3), torch.int32)).dtype is torch.int32
+    again = direct.receiving(SPEC)
+    assert again.tensor.data_ptr() == tensor.data_ptr() and not again.tensor.requires_grad
+    assert direct.receiving(SPEC).tensor.data_ptr() != tensor.data_ptr()
+    direct.release((again.tensor,))
+    assert direct.receiving(TensorSpec("x", (3, 2), torch.float32)).tensor.data_ptr() != tensor.data_ptr()
+    assert direct.receiving(TensorSpec("x", (2, 3), torch.int32)).tensor.dtype is torch.int32
 
 
 @pytest.mark.parametrize("wanted", ["auto", "host", "gpu"])
@@ -108,6 +151,7 @@ def test_a_processor_s_memory_is_mpi_s_own(comm, wanted):
     assert open_staging(wanted, CPU, comm).is_direct
 
 
+@pytest.mark.usefixtures("log")
 def test_device_pointers_need_a_library_that_takes_them(comm, monkeypatch):
     monkeypatch.setattr(staging, "gpu_support", lambda: False)
     assert not open_staging("auto", GPU, comm).is_direct
@@ -115,6 +159,7 @@ def test_device_pointers_need_a_library_that_takes_them(comm, monkeypatch):
         open_staging("gpu", GPU, comm)
 
 
+@pytest.mark.usefixtures("log")
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_library_that_claims_it_is_tested(comm, monkeypatch, passes):
     tests = []

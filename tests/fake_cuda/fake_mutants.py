@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gems.engine.activation_store.copies import CudaCopier
+from gems.engine.device import Arrival
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.staging import Staging
 from tests.fake_cuda.load import native
 from tests.fake_cuda.workloads import WORKLOADS, Numbers
 
@@ -39,7 +39,8 @@ class Mutant:
 
 
 COPIES, STORE, STATE = "activation_store/copies.py", "activation_store/store.py", "checkpoint/state.py"
-STAGING, RECORDER = "transport/staging.py", "supervision/recorder.py"
+STAGING, RECORDER, DEVICE_PY = "transport/staging.py", "supervision/recorder.py", "engine/device.py"
+LOADER = "engine/batch_loader.py"
 MUTANTS = [
     Mutant("offload", torch.cuda.Stream, "wait_stream", COPIES, "self._out.wait_stream(", "copy_out"),
     Mutant("offload", torch.cuda.Event, "record", COPIES, "end.record(self._out)", "copy_out"),
@@ -50,10 +51,14 @@ MUTANTS = [
     Mutant("fetch_on_demand", CudaCopier, "wait", STORE, "self._copier.wait(saved.coming)", "_wait_for_copy_in"),
     Mutant("broken_step", CudaCopier, "synchronize", STORE, "self._copier.synchronize()", "reset"),
     Mutant("broken_step", torch.cuda.Stream, "synchronize", COPIES, "self._out.synchronize()", "synchronize"),
-    Mutant("staged_messages", Staging, "_synchronize", STAGING, "self._synchronize()", "to_host"),
-    Mutant("staged_messages", Staging, "_synchronize", STAGING, "self._synchronize()", "to_device"),
-    Mutant("direct_messages", Staging, "_synchronize", STAGING, "self._synchronize()", "to_host"),
-    Mutant("direct_messages", Staging, "_synchronize", STAGING, "self._synchronize()", "borrow"),
+    Mutant("staged_messages", torch.cuda.Stream, "wait_stream", STAGING, "self._out.wait_stream(", "sending"),
+    Mutant("staged_messages", torch.cuda.Event, "record", STAGING, "event.record(", "_now"),
+    Mutant("staged_messages", torch.cuda.Stream, "wait_event", DEVICE_PY, "stream.wait_event(", "take"),
+    Mutant("staged_messages", torch.Tensor, "record_stream", DEVICE_PY, "tensor.record_stream(", "take"),
+    Mutant("staged_messages", torch.cuda.Event, "record", DEVICE_PY, "event.record(", "begin"),
+    Mutant("loaded_images", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
+    Mutant("offload", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
+    Mutant("direct_messages", torch.cuda.Event, "record", STAGING, "event.record(", "_now"),
     Mutant("self_test", torch.cuda, "synchronize", STAGING, "torch.cuda.synchronize(device)", "_self_test"),
     Mutant("checkpoints", torch.cuda.Stream, "wait_stream", STATE, "self._stream.wait_stream(computing)", "begin"),
     Mutant("checkpoints", torch.cuda.Stream, "wait_event", STATE, "computing.wait_event(", "begin"),

@@ -78,7 +78,8 @@ class _Open:
 
 def _watch_transport(native: Any, module: ModuleType) -> None:
     kind = module.Transport
-    send, receive, wait, total, close = kind.send, kind.receive, kind.wait, kind.sum_in_place, kind.close
+    send, receive, total, close = kind.send, kind.receive, kind.sum_in_place, kind.close
+    wait, is_complete = kind.wait, kind.is_complete
 
     def messages(transport: Any) -> _Open:
         if "_fake_messages" not in transport.__dict__:
@@ -102,9 +103,18 @@ def _watch_transport(native: Any, module: ModuleType) -> None:
         messages(self).receives[id(request)] = request, number
         return request
 
-    def watched_wait(self: Any, request: Any, what: object = "data") -> None:
-        wait(self, request, what)
-        messages(self).end(messages(self).receives.pop(id(request), (None, None))[1])
+    def end_receive(transport: Any, request: Any) -> None:
+        messages(transport).end(messages(transport).receives.pop(id(request), (None, None))[1])
+
+    def watched_wait(self: Any, request: Any, *given: Any) -> None:
+        wait(self, request, *given)
+        end_receive(self, request)
+
+    def watched_is_complete(self: Any, request: Any) -> bool:
+        if not is_complete(self, request):
+            return False
+        end_receive(self, request)
+        return True
 
     def watched_total(self: Any, tensor: Any) -> None:
         number = messages(self).begin(tensor, True, "MPI_Iallreduce")
@@ -116,7 +126,7 @@ def _watch_transport(native: Any, module: ModuleType) -> None:
         close(self)
 
     kind.send, kind.receive, kind.wait = watched_send, watched_receive, watched_wait
-    kind.sum_in_place, kind.close = watched_total, watched_close
+    kind.is_complete, kind.sum_in_place, kind.close = watched_is_complete, watched_total, watched_close
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
 

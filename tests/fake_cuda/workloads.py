@@ -22,7 +22,7 @@ from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport import staging
 from gems.engine.transport.mpi import Transport, world
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.engine.transport.staging import Staging
+from gems.engine.transport.staging import HostStaging, Staging
 from gems.models.build import TensorSpec
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.schedule.action import Action, Kind
@@ -129,18 +129,22 @@ def _messages(is_direct: bool) -> Numbers:
     recorder = Recorder(ListPart(), DEVICE)
     transport = Transport(world(), 20.0)
     boundary = (TensorSpec("x", SHAPE, torch.float32),)
-    channels = P2PChannels(schedule, 0, [boundary], [transport], Staging(DEVICE, is_direct), recorder)
+    channels = P2PChannels(
+        schedule, 0, [boundary], [transport], (Staging if is_direct else HostStaging)(DEVICE), recorder
+    )
     found = []
-    for m in range(4):
-        channels.post_receive(Action(Kind.RECV_F, 1, m))
-        made = torch.full(SHAPE, float(m), device=DEVICE).exp().cos()
-        channels.post_send(Action(Kind.SEND_F, 0, m), (made,))
-        del made
-        torch.full(SHAPE, -1.0, device=DEVICE)  # takes the memory of what may still leave
-        (got,) = channels.wait(Action(Kind.RECV_F, 1, m))
-        result = got.sin() + 1
-        channels.release((got,))
-        found.append(result)
+    for pair in ((0, 1), (2, 3)):
+        for m in pair:
+            channels.post_receive(Action(Kind.RECV_F, 1, m))
+            made = torch.full(SHAPE, float(m), device=DEVICE).exp().cos()
+            channels.post_send(Action(Kind.SEND_F, 0, m), (made,))
+            del made
+            torch.full(SHAPE, -1.0, device=DEVICE)  # takes the memory of what may still leave
+        for m in pair:
+            (got,) = channels.wait(Action(Kind.RECV_F, 1, m))
+            found.append(got.sin() + 1)
+            channels.release((got,))
+            del got  # whose memory the next message may take
     channels.drain()
     transport.close()
     return [result.cpu() for result in found]
@@ -159,6 +163,24 @@ def direct_messages() -> Numbers:
 def self_test() -> Numbers:
     """Run the test of device pointers with which a run begins."""
     return [torch.tensor(staging._self_test(DEVICE, world()))]
+
+
+def loaded_images() -> Numbers:
+    """Read images and labels of two steps on the device, as forwards and losses do."""
+    spec, _ = _planned("vdnn_all")
+    micro_batches = range(spec.parallel.micro_batches)
+    loader = BatchLoader(
+        spec, open_dataset(spec.data, spec.seed), 0, micro_batches, micro_batches, torch.float32, DEVICE
+    )
+    found = []
+    for step in range(STEPS):
+        batch = loader.batch(step)
+        found += [labels + 1 for labels in batch.labels.values()]
+        for m in micro_batches:
+            batch.arrive(m)
+            found.append(batch.images[m].sin())
+    loader.close()
+    return [tensor.cpu() for tensor in found]
 
 
 def reduced_gradients() -> Numbers:
@@ -214,7 +236,8 @@ def recorded_times() -> Numbers:
 WORKLOADS: dict[str, Callable[[], Numbers]] = {
     made.__name__: made
     for made in (
-        offload, fetch_on_demand, broken_step, staged_messages, direct_messages, self_test, reduced_gradients,
+        offload, fetch_on_demand, broken_step, staged_messages, direct_messages, self_test, loaded_images,
+        reduced_gradients,
         checkpoints, recorded_times,
     )
 }  # fmt: skip

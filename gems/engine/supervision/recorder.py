@@ -84,7 +84,7 @@ class Recorder:
         """Set the step that the next events belong to."""
         self.step = step
         if self._cuda is not None:
-            self.synchronize()
+            self._cuda.current_stream(self._device).synchronize()  # whose time is known then; copies may go on
             self._base = (self.timestamp(), time.perf_counter_ns())
 
     def synchronize(self) -> None:

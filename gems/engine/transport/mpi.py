@@ -143,14 +143,18 @@ class Transport:
         elif self._incoming and self._incoming[0][0].Test():  # one test of a pending request progresses all
             del self._incoming[0]
 
-    def wait(self, request: MPI.Request, what: object = "data") -> None:
-        """Wait for one request, spinning first and then with short sleeps, so that ranks may share a core.
+    def is_complete(self, request: MPI.Request) -> bool:
+        """Return whether a receive is over, without waiting for it."""
+        return bool(request.Test())
+
+    def wait(self, request: MPI.Request, what: object = "data", meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for one request, and call `meanwhile` between polls; see `wait_until`.
 
         Raises:
             StalledError: nothing came within the hang timeout.
         """
         if not request.Test():
-            self._wait_until(request.Test, what)
+            self.wait_until(request.Test, what, meanwhile)
         # by identity: complete requests compare equal
         self._incoming = [entry for entry in self._incoming if entry[0] is not request]
 
@@ -161,7 +165,7 @@ class Transport:
             StalledError: they did not within the hang timeout.
         """
         if self._outgoing:
-            self._wait_until(lambda: not self._outgoing, "sends to leave")
+            self.wait_until(lambda: not self._outgoing, "sends to leave")
 
     def sum_in_place(self, tensor: Sendable) -> None:
         """Sum a contiguous float32 or float64 tensor on the host over all ranks, in place.
@@ -192,7 +196,7 @@ class Transport:
     def barrier(self, sleep_s: float | None = None) -> None:
         """Wait for all ranks without keeping a core busy, as MPI's own barrier does; a long wait may poll seldom."""
         request = self.comm.Ibarrier()
-        self._wait_until(request.Test, "the other ranks", sleep_s)
+        self.wait_until(request.Test, "the other ranks", sleep_s=sleep_s)
 
     def round_trip_s(self, sent: Sendable, got: Sendable) -> float:
         """Return the seconds in which a message goes from rank 0 to rank 1 and another one back.
@@ -210,8 +214,24 @@ class Transport:
         self.drain()
         return seconds
 
-    def _wait_until(self, is_done: Callable[[], object], what: object, sleep_s: float | None = None) -> None:
+    def wait_until(
+        self,
+        is_done: Callable[[], object],
+        what: object,
+        meanwhile: Callable[[], None] | None = None,
+        sleep_s: float | None = None,
+    ) -> None:
+        """Wait until `is_done`, and call `meanwhile` before each time.
+
+        It spins first, and then sleeps between polls, so that ranks may share a core.
+
+        Raises:
+            StalledError: nothing came within the hang timeout.
+        """
+
         def is_done_after_poll() -> object:
+            if meanwhile is not None:
+                meanwhile()
             if self._outgoing:
                 self.poll()
             return is_done()

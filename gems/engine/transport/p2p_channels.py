@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import MessageTags
 from gems.engine.transport.mpi import Transport
-from gems.engine.transport.staging import Staging
+from gems.engine.transport.staging import Buffer, Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import boundary_of
@@ -33,8 +34,21 @@ class _Transfer:
     num_bytes: int
 
 
+@dataclass(slots=True, eq=False)
+class _Receive:
+    """A receive under way, with a request for each of its buffers that MPI has."""
+
+    buffers: list[Buffer]
+    requests: list[Any]
+    posted_ns: int
+    is_brought: bool = False
+
+
 class P2PChannels:
-    """Posts the sends and receives of one rank, and waits for data."""
+    """Posts the sends and receives of one rank, and waits for data.
+
+    MPI gets a message once the device has done with its buffer: at once on a CPU, on a GPU when a poll finds so.
+    """
 
     def __init__(
         self,
@@ -57,7 +71,8 @@ class P2PChannels:
         self._transports = transports
         self._staging = staging
         self._recorder = recorder
-        self._receives: dict[Action, tuple[list[torch.Tensor], list[Any], int]] = {}
+        self._receives: dict[Action, _Receive] = {}
+        self._unposted: list[tuple[Buffer, Callable[[], None]]] = []
         size = max((len(boundary) for boundary in boundaries), default=1)
         tags = MessageTags(schedule, size, transports[0].max_tag)
         self._transfers: dict[Action, _Transfer] = {}
@@ -75,38 +90,51 @@ class P2PChannels:
         """Post the buffers of a RECV_F or RECV_B."""
         transfer = self._transfers[action]
         posted_ns = time.perf_counter_ns()
-        buffers = [self._staging.borrow(spec) for spec in transfer.specs]
-        receive, peer = transfer.transport.receive, transfer.peer
-        requests = [receive(buffer, peer, tag) for buffer, tag in zip(buffers, transfer.tags, strict=True)]
+        buffers = [self._staging.receiving(spec) for spec in transfer.specs]
+        receive = self._receives[action] = _Receive(buffers, [None] * len(buffers), posted_ns)
         self._recorder.count_bytes(transfer.num_bytes)
-        self._receives[action] = (buffers, requests, posted_ns)
+        for place, buffer in enumerate(buffers):
+            self._post_when_ready(buffer, partial(self._give_to_receive, transfer, receive, place))
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors, on the rank's device."""
-        transfer, (buffers, requests, posted_ns) = self._transfers[action], self._receives.pop(action)
-        for request in requests:
-            transfer.transport.wait(request, action)
-        self._recorder.transfer(action, posted_ns, transfer.num_bytes)
-        return tuple(self._staging.to_device(buffer) for buffer in buffers)
+        transfer, receive = self._transfers[action], self._receives.pop(action)
+        if None in receive.requests:
+            transfer.transport.wait_until(lambda: None not in receive.requests, action, self._post_ready)
+        for request in receive.requests:
+            transfer.transport.wait(request, action, self._post_ready)
+        if not receive.is_brought:
+            self._bring(receive)
+        self._recorder.transfer(action, receive.posted_ns, transfer.num_bytes)
+        return tuple(map(self._staging.received, receive.buffers))
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
-        transfer, num_left = self._transfers[action], len(tensors)
+        transfer = self._transfers[action]
+        left = num_tensors = len(tensors)
+        posted_ns = time.perf_counter_ns()
 
-        def end() -> None:  # of one tensor; the last one ends the transfer
-            nonlocal num_left
-            num_left -= 1
-            if not num_left:
+        def begin(buffer: Buffer, tag: int) -> None:
+            nonlocal posted_ns
+            posted_ns = time.perf_counter_ns()  # on a GPU not before the tensors have been computed
+            buffer.source = None
+            transfer.transport.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
+
+        def end(buffer: Buffer | None) -> None:  # of one tensor; the last one ends the transfer
+            nonlocal left
+            if buffer is not None:
+                self._staging.sent(buffer)
+                left -= 1
+            if not left:
                 self._recorder.count_bytes(-transfer.num_bytes)
                 self._recorder.transfer(action, posted_ns, transfer.num_bytes)
 
         self._recorder.count_bytes(transfer.num_bytes)
-        ready = [self._staging.to_host(tensor, end) for tensor in tensors]
-        posted_ns = time.perf_counter_ns()  # on a GPU not before the tensors have been computed
-        for (buffer, done), tag in zip(ready, transfer.tags, strict=True):
-            transfer.transport.send(buffer, transfer.peer, tag, done)
-        if not ready:
-            self._recorder.transfer(action, posted_ns, 0)
+        for tensor, tag in zip(tensors, transfer.tags, strict=True):
+            buffer = self._staging.sending(tensor)
+            self._post_when_ready(buffer, partial(begin, buffer, tag))
+        if not num_tensors:
+            end(None)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Release received tensors that nothing reads any more."""
@@ -123,13 +151,48 @@ class P2PChannels:
 
     def poll(self) -> None:
         """Let messages move while the rank computes."""
+        self._post_ready()
         for transport in self._transports:
             transport.poll()
+        if not self._staging.is_direct:
+            for action, receive in self._receives.items():
+                is_complete = self._transfers[action].transport.is_complete
+                if not receive.is_brought and all(each is not None and is_complete(each) for each in receive.requests):
+                    self._bring(receive)
+
+    def post_all(self) -> None:
+        """Wait until MPI has all messages that were posted, for a wait that does not poll for them."""
+        if self._unposted:
+            self._transports[0].wait_until(lambda: not self._unposted, "the device", self._post_ready)
 
     def drain(self) -> None:
         """Wait for the last sends of a step."""
+        self.post_all()
         for transport in self._transports:
             transport.drain()
+
+    def _post_when_ready(self, buffer: Buffer, post: Callable[[], None]) -> None:
+        if buffer.is_ready:
+            post()
+        else:
+            self._unposted.append((buffer, post))
+
+    def _post_ready(self) -> None:
+        """Give MPI the buffers that the device has done with."""
+        if not self._unposted:
+            return
+        waiting, self._unposted = self._unposted, []
+        for buffer, post in waiting:
+            self._post_when_ready(buffer, post)
+
+    def _give_to_receive(self, transfer: _Transfer, receive: _Receive, place: int) -> None:
+        buffer, tag = receive.buffers[place].tensor, transfer.tags[place]
+        receive.requests[place] = transfer.transport.receive(buffer, transfer.peer, tag)
+
+    def _bring(self, receive: _Receive) -> None:
+        for buffer in receive.buffers:
+            self._staging.bring(buffer)
+        receive.is_brought = True
 
 
 def with_gradient(boundary: Boundary) -> Boundary:

@@ -1,86 +1,140 @@
-"""Staging: how a tensor gets between the device and the buffers that MPI reads and writes."""
+"""Staging: how a tensor gets between the device and the buffers that MPI reads and writes.
+
+The host waits for no stream: a buffer says by an event from when on MPI may use it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 
-Done = Callable[[], None]
 
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Contiguous memory of a message, which is the device's, or MPI's once an event has been reached.
 
-class _Pool:
-    """Reused buffers by shape and type: a fresh one of megabytes costs a page fault for each 4 KiB."""
+    If that is other memory than the device's, `source` is what it is copied from, `arrival` what is copied from it.
+    """
 
-    def __init__(self, allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> None:
-        self._allocate = allocate
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+    tensor: torch.Tensor
+    event: torch.cuda.Event | None = None
+    source: torch.Tensor | None = None
+    arrival: Arrival | None = None
 
-    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        free = self._free.get((tuple(shape), dtype))
-        return free.pop() if free else self._allocate(tuple(shape), dtype)
-
-    def release(self, tensor: torch.Tensor) -> None:
-        self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
+    @property
+    def is_ready(self) -> bool:
+        """Whether MPI may use it now."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class Staging:
-    """Lends buffers for messages, and moves data between them and the device.
+    """Lends the device's own memory to MPI: that of a CPU, or that of a GPU whose pointers MPI takes."""
 
-    If `is_direct`, MPI reads and writes the device's own memory: always on a CPU, on a GPU if MPI supports it.
-    Otherwise data goes through pinned host memory, which works with every MPI.
-    """
+    is_direct = True
 
-    def __init__(self, device: torch.device, is_direct: bool = True) -> None:
-        self.is_direct = is_direct
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        where: dict[str, Any] = {"device": device} if is_direct else {"pin_memory": True}
-        self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, **where))
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
-    def borrow(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a contiguous buffer to receive into."""
-        if self.is_direct:
-            self._synchronize()
-        return self._pool.borrow(spec.shape, spec.dtype)
+    def receiving(self, spec: TensorSpec) -> Buffer:
+        """Return a buffer to receive into."""
+        return self._borrow(spec.shape, spec.dtype)
 
-    def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return what arrived in `buffer` as a tensor on the rank's device; a pinned buffer is released."""
-        if self.is_direct:
-            return buffer
-        tensor = buffer.to(self._device, non_blocking=True)
-        self._synchronize()
-        self._pool.release(buffer)
-        return tensor
+    def bring(self, buffer: Buffer) -> None:
+        """Begin to bring what has arrived in a buffer to the device."""
 
-    def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Return a contiguous buffer with the tensor's data, ready to be sent, and what to call once it has left."""
-        if self.is_direct:
-            ready = tensor.detach().contiguous()
-            self._synchronize()
-            return ready, done
-        buffer = self._pool.borrow(tensor.shape, tensor.dtype)
-        buffer.copy_(tensor.detach(), non_blocking=True)
-        self._synchronize()
+    def received(self, buffer: Buffer) -> torch.Tensor:
+        """Return what `bring` was called for, for the current stream."""
+        return buffer.tensor
 
-        def release_then_done() -> None:
-            self._pool.release(buffer)
-            done()
+    def sending(self, tensor: torch.Tensor) -> Buffer:
+        """Return a buffer with the tensor's data, to be sent."""
+        return Buffer(tensor.detach().contiguous(), self._now())
 
-        return buffer, release_then_done
+    def sent(self, buffer: Buffer) -> None:
+        """Take back a buffer that has left."""
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take back tensors from `to_device` that nothing reads any more, for the next receive."""
-        for tensor in tensors if self.is_direct else ():  # the others are torch's allocator's
-            self._pool.release(tensor.detach())
+        """Take back received tensors that nothing reads any more after what is posted, for the next receive."""
+        for tensor in tensors:
+            self._give_back(Buffer(tensor.detach(), self._now()))
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Buffer:
+        """Return a buffer that was given back, if possible one that is ready.
+
+        A fresh one of megabytes would cost a page fault for each 4 KiB.
+        """
+        free = self._free.get((tuple(shape), dtype))
+        if not free:
+            return self._allocate(tuple(shape), dtype)
+        return free.pop(next((place for place, buffer in enumerate(free) if buffer.is_ready), 0))
+
+    def _give_back(self, buffer: Buffer) -> None:
+        self._free.setdefault((tuple(buffer.tensor.shape), buffer.tensor.dtype), []).append(buffer)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        # torch's allocator may give memory that work posted before still reads
+        return Buffer(torch.empty(shape, dtype=dtype, device=self._device), self._now())
+
+    def _now(self) -> torch.cuda.Event | None:
+        """Return an event after what is posted on the current stream."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class HostStaging(Staging):
+    """Stages a GPU's messages through pinned host memory, which every MPI takes; copies have streams of their own."""
+
+    is_direct = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = CopyIn(device)
+
+    def bring(self, buffer: Buffer) -> None:
+        """Post the copy of what has arrived in a buffer to the device."""
+        buffer.arrival = self._in.begin(buffer.tensor)
+        buffer.event = buffer.arrival.event
+
+    def received(self, buffer: Buffer) -> torch.Tensor:
+        """Return what was brought; the current stream waits for it, and the buffer is given back."""
+        arrival, buffer.arrival = buffer.arrival, None
+        assert arrival is not None
+        self._give_back(buffer)
+        return arrival.take()
+
+    def sending(self, tensor: torch.Tensor) -> Buffer:
+        """Post the copy of a tensor to a buffer, after the compute that was posted before."""
+        buffer = self._borrow(tensor.shape, tensor.dtype)
+        if buffer.event is not None:
+            self._out.wait_event(buffer.event)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            buffer.source = tensor.detach()  # which is held until the copy has ended
+            buffer.tensor.copy_(buffer.source, non_blocking=True)
+            buffer.event = self._now()
+        return buffer
+
+    def sent(self, buffer: Buffer) -> None:
+        """Give back a buffer that has left."""
+        self._give_back(buffer)
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the tensors are torch's allocator's."""
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        return Buffer(torch.empty(shape, dtype=dtype, pin_memory=True))
 
 
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
@@ -100,7 +154,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
             "machine.transport", "gpu", "this MPI did not pass the test with device memory",
             "use machine.transport=host",
         )  # fmt: skip
-    return Staging(device, is_direct=works)
+    return Staging(device) if works else HostStaging(device)
 
 
 def _self_test(device: torch.device, comm: Comm) -> bool:
