@@ -37,6 +37,7 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
 
     `order` is the GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores,
     or to the first network card, are not the first ones. It has no effect if the scheduler bound the rank to one GPU.
+    torch's allocator gives at most `machine.device_bytes`, also of a larger GPU.
 
     Raises:
         ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are visible.
@@ -60,6 +61,10 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
         index = order[index]
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    if machine.device_bytes is not None:
+        share = machine.device_bytes / torch.cuda.get_device_properties(device).total_memory
+        if share < 1:  # what does not fit the machine of the plan must not fit here
+            torch.cuda.set_per_process_memory_fraction(share, device)
     return device
 
 

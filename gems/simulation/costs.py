@@ -85,12 +85,17 @@ def _with_all_reduce(
 
 
 def network_in_units(run: RunSpec) -> Network:
-    """Return the links of the configured machine, in units of time."""
+    """Return the links of the configured machine, in units of time.
+
+    Messages of a GPU that go through host memory (`machine.transport=host`) are copied there and back besides.
+    """
     machine, unit_s = run.machine, run.cost.unit_s
-    link = run.cost.link / run.parallel.strips
+    link, staged_s = run.cost.link / run.parallel.strips, 0.0
+    if machine.device == "cuda" and machine.transport == "host":
+        staged_s = 1.0 / machine.d2h_bytes_per_s + 1.0 / machine.h2d_bytes_per_s
 
     def per_byte(bytes_per_s: float | None) -> float:
-        return 0.0 if bytes_per_s is None else 1.0 / (bytes_per_s * unit_s)
+        return (staged_s + (0.0 if bytes_per_s is None else 1.0 / bytes_per_s)) / unit_s
 
     return Network(
         latency=link + machine.link_latency_s / unit_s,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,6 +46,22 @@ def test_local_rank_comes_from_the_launcher(monkeypatch, name):
     assert local_rank() == 0
     monkeypatch.setenv(name, "3")
     assert local_rank() == 3
+
+
+def test_a_launcher_inside_a_job_knows_the_local_rank_better_than_slurm(monkeypatch):
+    monkeypatch.setenv("SLURM_LOCALID", "0")  # of the one task that started mpiexec
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    assert local_rank() == 2
+
+
+@pytest.mark.parametrize(("device_bytes", "shares"), [(None, []), (16 * 10**9, [0.2]), (80 * 10**9, []), (10**12, [])])
+def test_torch_s_allocator_gives_no_more_than_the_machine_has(gpus, monkeypatch, device_bytes, shares):
+    gpus(1)
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
+    open_device(MachineConfig(device_bytes=device_bytes))
+    assert given == shares
 
 
 def test_the_local_rank_picks_a_gpu(gpus, monkeypatch):

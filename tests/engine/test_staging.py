@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gems.engine.transport import staging
+from gems.engine.transport.mpi import GPU_QUERIES, gpu_support
 from gems.engine.transport.staging import HostStaging, Staging, open_staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
@@ -188,3 +191,27 @@ def test_the_self_test_compares_what_came_back(comm, monkeypatch):
     monkeypatch.setattr(staging.Transport, "receive", receive)
     monkeypatch.setattr(staging.Transport, "wait", wrong)
     assert not staging._self_test(CPU, comm)
+
+
+@pytest.mark.parametrize("name", GPU_QUERIES)
+def test_any_of_the_queries_of_mpi_libraries_tells_that_they_take_device_memory(monkeypatch, name):
+    def no() -> int:
+        return 0
+
+    def yes() -> int:
+        return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(GPU_QUERIES, no)))
+    assert not gpu_support()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**{name: yes}))
+    assert gpu_support()
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize(("settings", "count"), [("expandable_segments:True", 1), ("max_split_size_mb:64", 0)])
+def test_expandable_segments_are_warned_of_where_mpi_takes_device_memory(comm, monkeypatch, caplog, settings, count):
+    monkeypatch.setattr(staging, "gpu_support", lambda: True)
+    monkeypatch.setattr(staging, "_self_test", lambda device, comm: True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    open_staging("auto", GPU, comm)
+    assert caplog.text.count("expandable_segments in torch's allocator keeps UCX") == count

@@ -87,6 +87,15 @@ class TestCosts:
         assert network.delay(0, 4, 1e4) == pytest.approx(0.5 + 0.2 + 1.0)
         assert network.delay(0, 3, 1e4) == pytest.approx(0.5 + 0.1 + 0.25)
 
+    def test_messages_through_host_memory_are_copied_there_and_back_besides(self) -> None:
+        rates = {"link_bytes_per_s": 1e6, "d2h_bytes_per_s": 2e6, "h2d_bytes_per_s": 4e6}
+        networks = [
+            network_in_units(spec_of(machine=MachineConfig(device=device, transport=transport, **rates)))
+            for device, transport in (("cuda", "host"), ("cuda", "auto"), ("cpu", "host"))
+        ]
+        staged, direct, of_processors = (network.delay(0, 1, 1e6) for network in networks)
+        assert direct == of_processors and staged == pytest.approx(direct * (1 + 0.5 + 0.25))
+
     def test_gradients_of_copies_and_replicas_are_summed_in_a_ring(self) -> None:
         cost = CostConfig(unit_s=0.001, param_bytes=3000)
         machine = MachineConfig(link_latency_s=0.001, link_bytes_per_s=1e6)

@@ -28,6 +28,8 @@ if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false
     # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread waits for it.
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
+# of both MPICH and Open MPI; of MPICH; of Open MPI
+GPU_QUERIES = ("MPIX_Query_cuda_support", "MPIX_Query_hip_support", "MPIX_Query_rocm_support")
 SLEEP_S = 0.00005
 MEET_SLEEP_S = 0.0005
 
@@ -299,15 +301,18 @@ def gather_here(comm: Comm, mine: T) -> list[T]:
 
 
 def gpu_support() -> bool:
-    """Return whether the MPI library says that it takes device pointers (MPIX_Query_cuda_support)."""
+    """Return whether the MPI library says that it takes device pointers, of CUDA or of ROCm."""
     import ctypes
 
-    try:
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" or os.environ.get("MV2_USE_CUDA") == "1"
-    query.restype = ctypes.c_int
-    return bool(query())
+    found = False
+    with contextlib.suppress(OSError):
+        library = ctypes.CDLL(MPI.__file__)
+        for name in GPU_QUERIES:
+            query = getattr(library, name, None)
+            if query is not None:
+                query.restype = ctypes.c_int
+                found = found or bool(query())
+    return found or os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" or os.environ.get("MV2_USE_CUDA") == "1"
 
 
 def abort(code: int) -> None:

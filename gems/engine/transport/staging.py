@@ -5,6 +5,8 @@ The host waits for no stream: a buffer says by an event from when on MPI may use
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,9 @@ from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +154,9 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     if device.type == "cpu":
         return Staging(device)
     works = wanted != "host" and all(allgather(comm, gpu_support())) and _self_test(device, comm)
+    settings = next((value for name in ALLOCATOR_SETTINGS if (value := os.environ.get(name))), "")
+    if works and "expandable_segments:true" in settings.lower() and comm.rank == 0:
+        _log.warning("expandable_segments in torch's allocator keeps UCX from copying between the GPUs of a node")
     if wanted == "gpu" and not works:
         raise ConfigError(
             "machine.transport", "gpu", "this MPI did not pass the test with device memory",
