@@ -140,9 +140,9 @@ def text(
     return cast(T, _field(default, Rule(help, accepts=accepts, form=form, in_run_id=in_run_id)))
 
 
-def flag(default: bool, help: str, *, in_run_id: bool = True) -> bool:
+def flag(default: T, help: str, *, in_run_id: bool = True) -> T:
     """Declare a key that is true or false."""
-    return cast(bool, _field(default, Rule(help, in_run_id=in_run_id)))
+    return cast(T, _field(default, Rule(help, in_run_id=in_run_id)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,8 @@ class ModelConfig:
     )  # fmt: skip
     norm: str = text(
         "batch",
-        "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these also of a network of "
-        "your own), group, layer (over channels), none; of a ResNet of version 2 also normalizer_free (standardized "
-        "weights, scaled branches)",
+        "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these of any network), "
+        "group, layer (over channels), none; of a ResNet of version 2 normalizer_free (weights standardized)",
     )
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
     stochastic_depth: float = number(
@@ -146,9 +145,7 @@ class DataConfig:
     transform_kwargs: dict[str, Any] = text({}, "keyword arguments of data.transform")
     field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
     level: int | None = number(None, "level of a slide's pyramid, 0 the finest; null: 0, unless another key says it")
-    mpp: float | None = number(
-        None, "microns per pixel at which slides are read, resampled from a finer level", above=0
-    )
+    mpp: float | None = number(None, "microns per pixel at which slides are read, from a finer level", above=0)
     coords_path: str | None = text(None, "folder of files of coords by TRIDENT or CLAM, one a slide, or one file")
     region: list[int] | None = number(
         None, "part of each slide that is divided into samples, as [x,y,width,height] at level 0; null: the tissue"
@@ -323,6 +320,9 @@ class MachineConfig:
     )  # fmt: skip
     device: str = choice("auto", DEVICES, "device of a rank; auto: its GPU if there is one")
     threads_per_rank: int = number(1, "threads of a rank's compute on a processor", min=1, max=2**12)
+    deterministic: bool = flag(False, "let a GPU compute the same bits in each run; what has no such kernel fails")
+    cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels for each shape once, and take the fastest")
+    tf32: bool | None = flag(None, "round float32 convolutions and products to TF32; null: as torch, convolutions only")
     transport: str = choice("auto", TRANSPORTS, "memory that messages are sent from; auto: the GPU's if MPI can")
     link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
     link_bytes_per_s: float | None = number(
@@ -376,7 +376,7 @@ class TrainConfig:
         None, "validations in a row without a better train.monitor after which training ends; null: none", min=1
     )
     hang_timeout_s: float = number(
-        600.0, "seconds after which an action, or a wait in which nobody moves, is a hang", above=0
+        600.0, "seconds after which an action, or a wait without progress, is a hang", above=0
     )
     sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
     initial_checkpoint: str | None = text(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gems.autograd.kernels import choose_kernels
 from gems.config.schema import MachineConfig
 from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError
@@ -61,6 +62,7 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
         index = order[index]
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    choose_kernels(machine)
     if machine.device_bytes is not None:
         share = machine.device_bytes / torch.cuda.get_device_properties(device).total_memory
         if share < 1:  # what does not fit the machine of the plan must not fit here

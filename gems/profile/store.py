@@ -43,7 +43,10 @@ _ON_FAKE = (
 _ON_STRIPS = (
     "parallel.strips", "parallel.min_strip_positions", "parallel.boundaries", "machine.device", "optimizer.frozen",
 )  # fmt: skip
-_ON_DEVICE = ("machine.device", "machine.threads_per_rank", "profile.repetitions")
+_ON_DEVICE = (
+    "machine.device", "machine.threads_per_rank", "machine.deterministic", "machine.cudnn_benchmark", "machine.tf32",
+    "profile.repetitions",
+)  # fmt: skip
 _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "parallel.partitions")
 
 

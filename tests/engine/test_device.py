@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +53,24 @@ def test_a_launcher_inside_a_job_knows_the_local_rank_better_than_slurm(monkeypa
     monkeypatch.setenv("SLURM_LOCALID", "0")  # of the one task that started mpiexec
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
     assert local_rank() == 2
+
+
+@pytest.mark.parametrize(("tf32", "products", "convolutions"), [(None, False, True), (True, True, True), (False,) * 3])
+def test_the_kernels_of_a_gpu_are_those_of_the_machine(gpus, monkeypatch, tf32, products, convolutions):
+    gpus(1)
+    asked = []
+    backends = SimpleNamespace(
+        cuda=SimpleNamespace(matmul=SimpleNamespace(allow_tf32=False)),
+        cudnn=SimpleNamespace(allow_tf32=True, benchmark=False),
+    )
+    monkeypatch.setattr(torch, "backends", backends)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    open_device(MachineConfig(tf32=tf32))
+    assert (backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32) == (products, convolutions)
+    assert not backends.cudnn.benchmark and not asked
+    open_device(MachineConfig(cudnn_benchmark=True, deterministic=True))
+    assert backends.cudnn.benchmark and asked == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize(("device_bytes", "shares"), [(None, []), (16 * 10**9, [0.2]), (80 * 10**9, []), (10**12, [])])

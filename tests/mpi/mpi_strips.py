@@ -43,8 +43,7 @@ MODELS = {
     "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
     "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
     "convnext": (
-        {"name": "convnext", "depth": 18, "width": 4, "norm": "layer", "stochastic_depth": 0.5},
-        {**CLASSES, "width_px": 32}, {},
+        {"name": "convnext", "depth": 18, "width": 4, "norm": "layer"}, {**CLASSES, "width_px": 32}, {},
     ),
     "unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {"kwargs": {"weight": [1, 9]}}),
     "plain unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {}),

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.kernels import choose_kernels
 from gems.autograd.recompute.recompute import Recomputation
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
@@ -81,6 +82,8 @@ def open_device(machine: MachineConfig) -> torch.device:
     device = machine_device(machine)
     if device.type == "cpu":
         keep_freed_memory()  # as the ranks of a run
+    else:
+        choose_kernels(machine)
     return device
 
 

@@ -1,0 +1,19 @@
+"""Which kernels torch may take on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gems.config.schema import MachineConfig
+
+
+def choose_kernels(machine: MachineConfig) -> None:
+    """Set torch's switches of this process for its GPU; it must not have run there before."""
+    if machine.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = machine.cudnn_benchmark
+    if machine.tf32 is not None:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = machine.tf32
