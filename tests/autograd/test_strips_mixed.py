@@ -92,7 +92,7 @@ def made(name: str) -> tuple[Layers, Tensor]:
     return make(image.double()), image
 
 
-@pytest.mark.parametrize("name", ["vgg16", "resnet50", "nf_resnet50", "unet", "convnext", "own", "casting"])
+@pytest.mark.parametrize("name", ["vgg16", "resnet11_v2", "nf_resnet18", "unet", "convnext", "own", "casting"])
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp16_mixed"])
 def test_one_strip_has_the_bits_of_the_whole_image(name: str, precision: str) -> None:
     layers, image = made(name)
@@ -120,7 +120,7 @@ def test_strips_have_the_bits_of_the_whole_image_forward(name: str) -> None:
             assert torch.equal(torch.cat([each[place] for each in outputs], 2), whole)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, "casting"])
+@pytest.mark.parametrize("name", [*(name for name in NETWORKS if name not in ("inception_v3", "resnet50")), "casting"])
 def test_strips_are_as_near_to_float64_as_the_whole_image(name: str) -> None:
     """The error of all outputs and gradients together; 16 bits round once more where two strips have read a row."""
     layers, image = made(name)

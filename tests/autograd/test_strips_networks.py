@@ -72,9 +72,9 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
         lambda x: zoo(replace(SMALL, name="resnet", depth=11, version=2, norm="batch"), *x.shape[2:]), 34, 8,
     ),
     "resnet50": (lambda x: zoo(replace(SMALL, name="resnet_imagenet", depth=50, norm="batch"), *x.shape[2:]), 65, 32),
-    "nf_resnet50": (
+    "nf_resnet18": (
         lambda x: zoo(
-            ModelConfig(name="resnet_imagenet", depth=50, version=2, width=4, norm="normalizer_free"), *x.shape[2:]
+            ModelConfig(name="resnet_imagenet", depth=18, version=2, width=4, norm="normalizer_free"), *x.shape[2:]
         ), 65, 32,
     ),
     "unet": (lambda x: zoo(replace(SMALL, name="unet", depth=4), *x.shape[2:]), 45, 24),

@@ -116,7 +116,7 @@ def test_costs_from_a_profile(gems_: Gems) -> None:
     made = random_profile(11, seed=5, decay=0.9)
     total_s = 8 * sum(layer.time_s for layer in made.layers)
     for schedule in ("1f1b", "capped"):
-        cap = ("schedule.activation_cap=4",) if schedule == "capped" else ()
+        cap = ("schedule.activation_cap=4", "schedule.budget_s=0.5") if schedule == "capped" else ()
         said = gems_("simulate", *RUN, f"schedule={schedule}", *cap, "cost=profile", "--json")
         assert said.code == 0, said.err
         answer = json.loads(said.out)
@@ -128,8 +128,8 @@ def test_costs_from_a_profile(gems_: Gems) -> None:
 def test_a_cap_in_bytes_of_a_profile(gems_: Gems) -> None:
     free = json.loads(gems_("simulate", *PLAIN_RUN, "cost=profile", "--json").out)
     limit = round(max(free["peak_activation_bytes"]))
-    words = (*RUN, "schedule=capped", "cost=profile", f"schedule.activation_cap_bytes={limit}", "--json")
-    said = gems_("simulate", *words)
+    words = (*RUN, "schedule=capped", "schedule.budget_s=0.5", "cost=profile", "--json")
+    said = gems_("simulate", *words, f"schedule.activation_cap_bytes={limit}")
     assert said.code == 0, said.err
     capped = json.loads(said.out)
     assert max(capped["peak_activation_bytes"]) <= limit * (1 + 1e-6)

@@ -32,13 +32,13 @@ MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
 MODELS = {
     "frozen": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3}}, CLASSES, {}),
     "standardised": ({"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}}, CLASSES, {}),
-    "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, {}),
-    "ghost": ({"name": "resnet", "depth": 20, "width": 4, "norm": "ghost_batch"}, {**CLASSES, "width_px": 32}, {}),
+    "resnet": ({"name": "resnet", "depth": 14, "width": 4, "norm": "none"}, CLASSES, {}),
+    "ghost": ({"name": "resnet", "depth": 14, "width": 4, "norm": "ghost_batch"}, {**CLASSES, "width_px": 32}, {}),
     "own ghost": (
         {"target": "tests.models.own_segmenters.OwnSegmenter", "norm": "ghost_batch"}, {**MASKS, "width_px": 32}, {},
     ),
     "nf_resnet": (
-        {"name": "resnet", "depth": 20, "version": 2, "width": 4, "norm": "normalizer_free"}, CLASSES, {},
+        {"name": "resnet", "depth": 11, "version": 2, "width": 4, "norm": "normalizer_free"}, CLASSES, {},
     ),
     "vgg": ({"name": "vgg", "depth": 16, "width": 2, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 32}, {}),
     "alexnet": ({"name": "alexnet", "width": 4, "norm": "none", "dropout": 0.5}, {**CLASSES, "width_px": 64}, {}),
@@ -257,10 +257,10 @@ def evaluated(comm, spec):
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas", "height"),
     [
-        ("frozen", "1f1b", 4, 1, 150),
-        ("vgg", "zb_v", 2, 2, 150),
+        ("frozen", "1f1b", 4, 1, 110),
+        ("vgg", "zb_v", 2, 2, 128),
         ("alexnet", "interleaved_1f1b", 2, 1, 319),
-        ("unet", "gems_master", 2, 2, 112),
+        ("unet", "gems_master", 2, 1, 88),
         ("two outputs", "1f1b", 2, 1, 90),
     ],
 )
@@ -278,7 +278,7 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
 
 def test_evaluates_in_mixed_precision(comm):
     """A dense output has the bits that it has without strips."""
-    specs = [strip_spec("unet", "gems_master", 2, 2, k, 112, train__precision="bf16_mixed") for k in (1, 4)]
+    specs = [strip_spec("unet", "gems_master", 2, 2, k, 72, train__precision="bf16_mixed") for k in (1, 4)]
     (whole, _, _), (found, strips, _) = (evaluated(comm, spec) for spec in specs)
     assert strips == 4 and all(found[key] == pytest.approx(value, rel=1e-6) for key, value in whole.items())
 
