@@ -10,7 +10,7 @@ from gems.config.schema import MachineConfig
 
 
 def choose_kernels(machine: MachineConfig) -> None:
-    """Set torch's switches of this process for its GPU; it must not have run there before."""
+    """Set torch's switches for this process, before it runs anything on its GPU."""
     if machine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS refuses
         torch.use_deterministic_algorithms(True)
