@@ -37,11 +37,10 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
             check_constraints(replace(quiet, parallel=asked))
             found = step_s(replace(quiet, parallel=asked))
         except DoesNotFitError as error:
+            # the whole image, which comes first, may be refused for one layer that strips cannot shrink
+            is_smaller = len(too_large) < 2 or error.needed_bytes < (1 - GAIN) * too_large[-1].needed_bytes
             too_large.append(error)
-            shrunk = [
-                each.needed_bytes * (1 - GAIN) > error.needed_bytes for each in too_large[1:-1]
-            ]  # whole it is refused for a layer
-            if best is not None or not all(shrunk):
+            if best is not None or not is_smaller:
                 break
             continue
         except ConfigError as error:
