@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gems.autograd.strips.kernels import adaptive_average, batch_norm, drop_rows, linear, plain, wide_dtype
+from gems.autograd.strips.kernels import adaptive_average, drop_rows, plain, run_of, wide_dtype
 from gems.autograd.strips.operation import PARTS, ROWS, WHOLE, Info, Known, Operation, arguments
 from gems.autograd.strips.trace import Step
 from gems.models.streaming.rules import Bins
@@ -44,7 +44,7 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     elif step.operation == "alpha_dropout" and arguments(step)["train"]:
         known.refuse(step, "draws its mask for the whole image")
     is_elementwise = step.operation not in ("batch_norm", "prelu")  # whose weights are by channel
-    run = batch_norm if step.operation == "batch_norm" else plain
+    run = run_of(step.operation)
     return Operation(step, Info(ROWS, step.value, dim), run, reads, how=how, is_elementwise=is_elementwise)
 
 
@@ -91,7 +91,7 @@ def along(known: Known, step: Step) -> Operation:
     dim = info.dim
     if step.operation in ("unbind", "select"):
         dim -= reached[0] < info.dim
-    return Operation(step, Info(kind, step.value, dim), linear if step.operation == "linear" else plain)
+    return Operation(step, Info(kind, step.value, dim), run_of(step.operation))
 
 
 def average_over_channels(known: Known, step: Step) -> Operation:

@@ -90,6 +90,14 @@ def batch_norm(call: Call) -> Any:
     return call.target(x, weight, bias, mean, variance, is_training, momentum, *more)
 
 
+def run_of(operation: str) -> Run:
+    """Return how an operation runs on rows, or whole, that needs no padding: as it is, but for some."""
+    return _OWN.get(operation, plain)
+
+
+_OWN: dict[str, Run] = {"linear": linear, "batch_norm": batch_norm}
+
+
 def reshape(call: Call) -> Tensor:
     """Change the shape, whose rows are those of the strip."""
     x = call.args[0]

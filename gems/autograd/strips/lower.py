@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from gems.autograd.strips import elementwise, shapes, spatial
-from gems.autograd.strips.kernels import batch_norm, linear, plain
+from gems.autograd.strips.kernels import run_of
 from gems.autograd.strips.operation import (
     PARTS,
     ROWS,
@@ -42,7 +42,7 @@ def _lower(known: Known, step: Step) -> Operation:
         _REFUSED[step.operation](known, step)
     if not any(kind in (ROWS, PARTS) for kind in kinds):
         kind = WHOLE if WHOLE in kinds else STATIC
-        return Operation(step, Info(kind, step.value), _OF_WHOLE.get(step.operation, plain))
+        return Operation(step, Info(kind, step.value), run_of(step.operation))
     if WHOLE in kinds:
         known.refuse(step, "joins rows with what needs the whole image (squeeze-and-excitation)")
     reads = tuple(ref.number for ref in refs(step) if known.infos[ref.number].kind in (ROWS, PARTS))
@@ -62,7 +62,6 @@ def draws_numbers(operation: Operation) -> bool:
 
 
 _NORM = "model.norm=frozen_batch|none|layer"
-_OF_WHOLE = {"linear": linear, "batch_norm": batch_norm}
 
 
 def _refuse_batch_norm(known: Known, step: Step) -> None:

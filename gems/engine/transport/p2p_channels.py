@@ -111,8 +111,7 @@ class P2PChannels:
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
         transfer = self._transfers[action]
-        left = num_tensors = len(tensors)
-        posted_ns = time.perf_counter_ns()
+        left, posted_ns = len(tensors), time.perf_counter_ns()
 
         def begin(buffer: Buffer, tag: int) -> None:
             nonlocal posted_ns
@@ -120,21 +119,23 @@ class P2PChannels:
             buffer.source = None
             transfer.transport.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
 
-        def end(buffer: Buffer | None) -> None:  # of one tensor; the last one ends the transfer
+        def end(buffer: Buffer) -> None:  # of one tensor; the last one ends the transfer
             nonlocal left
-            if buffer is not None:
-                self._staging.sent(buffer)
-                left -= 1
+            self._staging.sent(buffer)
+            left -= 1
             if not left:
-                self._recorder.count_bytes(-transfer.num_bytes)
-                self._recorder.transfer(action, posted_ns, transfer.num_bytes)
+                end_transfer()
+
+        def end_transfer() -> None:
+            self._recorder.count_bytes(-transfer.num_bytes)
+            self._recorder.transfer(action, posted_ns, transfer.num_bytes)
 
         self._recorder.count_bytes(transfer.num_bytes)
         for tensor, tag in zip(tensors, transfer.tags, strict=True):
             buffer = self._staging.sending(tensor)
             self._post_when_ready(buffer, partial(begin, buffer, tag))
-        if not num_tensors:
-            end(None)
+        if not tensors:
+            end_transfer()
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Release received tensors that nothing reads any more."""
