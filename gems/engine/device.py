@@ -98,6 +98,4 @@ class CopyIn:
         """Post the copy of a tensor, there perhaps of another type."""
         with torch.cuda.stream(self._stream):
             made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return Arrival(made, event)
+        return Arrival(made, self._stream.record_event())

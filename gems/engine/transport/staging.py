@@ -92,8 +92,7 @@ class Staging:
         """Return an event after what is posted on the current stream."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
 
