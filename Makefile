@@ -12,7 +12,7 @@ export HDF5_USE_FILE_LOCKING ?= FALSE
 BENCHES = bench-engine bench-split bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
           bench-resume bench-fidelity bench-attribution bench-report bench-planner bench-slide bench-networks
 
-.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-slurm coverage docs docs-test lint \
+.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm coverage docs docs-test lint \
         format bench $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
@@ -23,7 +23,7 @@ help:
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
 	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
 	@echo "make report CONF=study | RUN='a b' [ARGS='--out x.html']  one HTML page about runs, which needs no network"
-	@echo "make test | test-device | test-slurm | coverage | lint | bench    check"
+	@echo "make test | test-device | test-gloo | test-slurm | coverage | lint | bench    check"
 	@echo "make docs | docs-test                               build the site from docs/, run every command in it"
 
 setup: $(VENV)/.ready
@@ -73,6 +73,11 @@ test: setup
 # The engine on a CUDA device made of host memory: needs g++, and no GPU.
 test-device: setup
 	$(PY) -m tests.fake_cuda.suite $(ARGS)
+
+# Exactness with messages over torch's process groups, which match them by order, in place of MPI.
+test-gloo: setup
+	GEMS_MPI_TESTS=1 GEMS_TEST_TRANSPORT=gloo MPIR_CVAR_POLLS_BEFORE_YIELD=10 OMP_NUM_THREADS=1 timeout 600 \
+	  $(VENV)/bin/mpiexec -n 4 $(PY) -m pytest -q -x -p no:cacheprovider --timeout=240 tests/mpi/mpi_exactness.py
 
 test-slurm: setup
 	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm

@@ -1,4 +1,7 @@
-"""The device of tests of the engine: GEMS_TEST_DEVICE=fake_cuda (see tests/fake_cuda), cuda, or cpu by default."""
+"""What tests of the engine run on.
+
+GEMS_TEST_DEVICE is fake_cuda (see tests/fake_cuda), cuda, or cpu by default; GEMS_TEST_TRANSPORT is machine.transport.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ if NAME not in ("cpu", "cuda", "fake_cuda"):
     raise ValueError(f"GEMS_TEST_DEVICE={NAME}: allowed are cpu, cuda and fake_cuda")
 DEVICE = torch.device("cpu") if NAME == "cpu" else torch.device("cuda", 0)
 ON_GPU = DEVICE.type == "cuda"
+TRANSPORT = os.environ.get("GEMS_TEST_TRANSPORT", "auto")
 
 
 def forget_races() -> None:

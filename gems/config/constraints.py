@@ -10,7 +10,16 @@ from pathlib import Path
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
 from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
-from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
+from gems.config.schema import (
+    MAX_FORWARDS,
+    MAX_WORLD,
+    NCCL,
+    ORDERED_TRANSPORTS,
+    RESUME_AUTO,
+    RESUME_FORCE,
+    RESUME_NEVER,
+    RunSpec,
+)  # fmt: skip
 from gems.errors import ConfigError, one_of
 from gems.schedule import CAPPED, FAMILIES, PLACED
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
@@ -198,7 +207,7 @@ def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
 
 
 def _machine_checks(spec: RunSpec) -> Iterator[Check]:
-    """Yield what the straggler and the input load need, which only an emulated or simulated machine has."""
+    """Yield what the straggler and the input load need, which only an emulated or simulated machine has, and links."""
     machine, slow = spec.machine, spec.machine.slow_rank
     for key, value, default in (
         ("machine.slow_rank", slow, None),
@@ -208,6 +217,12 @@ def _machine_checks(spec: RunSpec) -> Iterator[Check]:
         problem = f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
         is_wrong = value != default and machine.kind not in PREDICTED
         yield is_wrong, key, value, problem, "use machine=emulated or machine=simulated"
+    transport = machine.transport
+    by_groups = transport in ORDERED_TRANSPORTS
+    problem = "is for ranks with devices, and emulated messages are MPI's"
+    yield by_groups and machine.kind == "emulated", "machine.transport", transport, problem, "leave it out"
+    without_gpu = transport == NCCL and machine.device == "cpu"
+    yield without_gpu, "machine.transport", transport, "needs GPUs, and machine.device=cpu has none", "use mpi or gloo"
     slowdown = machine.slowdown
     needs = "needs machine.slow_rank, the rank that is slow"
     yield slow is None and slowdown != 1, "machine.slowdown", slowdown, needs, ""

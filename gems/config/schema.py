@@ -35,7 +35,8 @@ PRECISIONS = {
 }
 ON_NONFINITE = ("stop", "skip", "ignore")
 DEVICES = ("auto", "cpu", "cuda")
-TRANSPORTS = ("auto", "host", "gpu")
+ORDERED_TRANSPORTS = NCCL, GLOO = "nccl", "gloo"  # which match messages by their order
+TRANSPORTS = ("auto", "mpi", "host", *ORDERED_TRANSPORTS)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
@@ -323,7 +324,7 @@ class MachineConfig:
     deterministic: bool = flag(False, "let a GPU compute the same bits in each run; what has no such kernel fails")
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels for each shape once, and take the fastest")
     tf32: bool | None = flag(None, "round float32 convolutions and products to TF32; null: as torch, convolutions only")
-    transport: str = choice("auto", TRANSPORTS, "memory that messages are sent from; auto: the GPU's if MPI can")
+    transport: str = choice("auto", TRANSPORTS, "what carries messages; auto: MPI, from a GPU's memory if it can")
     link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
     link_bytes_per_s: float | None = number(
         None, "rate of a link; with machine.ranks_per_node, of one between nodes; null: no time per byte", above=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from gems.autograd.kernels import choose_kernels
-from gems.config.schema import MachineConfig
+from gems.config.schema import NCCL, MachineConfig
 from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory
@@ -44,6 +45,8 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
         ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are visible.
     """
     torch.set_num_threads(machine.threads_per_rank)
+    if machine.transport == NCCL:  # each edge has a stream, and streams that share a queue wait for one another
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if machine.device == "cpu" or (machine.device == "auto" and not torch.cuda.is_available()):
         keep_freed_memory()
         return torch.device("cpu")

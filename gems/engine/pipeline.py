@@ -13,14 +13,14 @@ from torch import nn
 
 from gems.autograd.random_draws import RandomDraws
 from gems.config.resolve import global_batch
-from gems.config.schema import RunSpec
+from gems.config.schema import ORDERED_TRANSPORTS, RunSpec
 from gems.data import find_source, open_dataset
 from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.ema import WeightAverage
-from gems.engine.optimization.gradients import Gradients
+from gems.engine.optimization.gradients import Gradients, Sums
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, trained
@@ -30,9 +30,11 @@ from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.links import Links
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
+from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import open_staging
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
@@ -42,6 +44,7 @@ from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
 from gems.schedule.action import Kind
+from gems.schedule.edges import check_message_order
 from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -69,7 +72,7 @@ class Pipeline:
     update: Update
     recorder: Recorder
     control: Transport
-    transports: tuple[Transport, ...]
+    transports: tuple[Links | Sums, ...]
     loss: SummedLoss
     step_weight: StepWeight
     train: Executor
@@ -112,7 +115,7 @@ class Pipeline:
         return self.schedule.placement.rank_of(0, stage) == self.rank
 
     def close(self) -> None:
-        """Free the communicators, of which MPI has a limited number; collective, when nothing is under way."""
+        """Free communicators, of which MPI has a limited number; collective, when nothing is under way."""
         for transport in self.transports:
             transport.close()
 
@@ -160,8 +163,16 @@ def build_pipeline(
     reduce_timer_slack()
     recorder = Recorder(part, device)
     open_group = partial(Transport.of_group, comm, hang_timeout_s=hang_timeout_s, spin_s=spin_s, wait_state=wait_state)
-    transports = [open_group(replica) for _ in range(schedule.num_directions)]
-    staging = open_staging(spec.machine.transport, device, comm)
+    transport = spec.machine.transport
+    if transport in ORDERED_TRANSPORTS:
+        check_message_order(schedule, transport)
+        groups = open_groups(transport, comm, device, placement, parallel.replicas, hang_timeout_s, wait_state)
+        links: Sequence[Links] = groups.links
+        sums: Sums = groups.gradients
+    else:
+        links = [open_group(replica) for _ in range(2)]  # forward, backward
+        sums = open_group(placement.reduce_group(rank, parallel.replicas)[0])
+    staging = open_staging(transport, device, comm)
     mine = placement.stages_on(rank)
     built = [
         stage_modules.build([stage for way, stage in mine if way == direction], spec.seed, precision, device)
@@ -172,7 +183,7 @@ def build_pipeline(
     _freeze(spec, comm, layers)
     in_strips = find_forms(spec, stage_modules, modules, precision, trains) if schedule.num_strips > 1 else None
     output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
-    channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
+    channels = P2PChannels(schedule, rank, output_specs, links, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
     stages: dict[StageKey, Stage] = {
@@ -184,8 +195,7 @@ def build_pipeline(
     for name, layer in itertools.chain.from_iterable(named.values()):
         draws.watch(name, layer)
     first = replica * schedule.num_whole
-    reduce_transport = open_group(placement.reduce_group(rank, parallel.replicas)[0])
-    gradients = Gradients(modules, reduce_transport, dtype, device)
+    gradients = Gradients(modules, sums, dtype, device)
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
     average = None
     if spec.train.ema_decay is not None:
@@ -224,13 +234,13 @@ def build_pipeline(
     num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / strips))
     forward = validate(lower(forward_only(placement, num_at_once, strips)))
     evaluate = Executor(
-        forward, rank, evaluated, P2PChannels(forward, rank, specs, transports, staging, recorder), recorder, heartbeat
+        forward, rank, evaluated, P2PChannels(forward, rank, specs, links, staging, recorder), recorder, heartbeat
     )
     seed_generators(device, spec.seed, replica, rank)
     start_up.end()
     return Pipeline(
         spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, layers, update, recorder,
-        control, (*transports, reduce_transport, label_transport, control), loss, step_weight, train, evaluate, plan,
+        control, (*links, sums, label_transport, control), loss, step_weight, train, evaluate, plan,
         segments, {} if in_strips is None else in_strips.norm_ends,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from gems.config.resolve import check_batch, check_gpus
-from gems.config.schema import CostConfig, RunSpec
+from gems.config.schema import ORDERED_TRANSPORTS, CostConfig, RunSpec
 from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
@@ -23,6 +23,7 @@ from gems.profile.store import profile_of
 from gems.runs.strips_choice import with_fastest_strips
 from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import Network, StageCosts
+from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
@@ -41,7 +42,12 @@ WITHOUT_RATES = ("auto", "cuda")  # machines with the default rates, which are t
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a resolved configuration becomes."""
+    """What a resolved configuration becomes.
+
+    Raises:
+        ConfigError: links that match messages by order, and a schedule whose ranks do not send in the order in which
+            others receive.
+    """
 
     spec: RunSpec  # as its user resolved it, from which the run has its identity
     costs: CostConfig  # those configured, or with cost=profile those of the profile
@@ -50,6 +56,11 @@ class RunPlan:
     profile: ModelProfile | None = None  # what the partition was made from, if it needed one
     memory: PlanOutcome | None = None  # of the memory policy; None if activations are kept
     kept: PlanOutcome | None = None  # in strips, where they are kept: what that takes
+
+    def __post_init__(self) -> None:
+        transport = self.spec.machine.transport
+        if transport in ORDERED_TRANSPORTS:
+            check_message_order(self.schedule, transport)
 
     @property
     def held(self) -> PlanOutcome | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -37,7 +37,8 @@ def add_transfers(
     A message sets out when both of its sides are posted. With `costs`, each receive is posted as late as it may be
     without making its message late in the simulated step: the longer the link takes, the earlier. It is posted at least
     `receives_ahead` compute actions early, by default 1 in a chain and 8 in a graph of stages. More would only hold
-    more buffers. What several actions need comes ahead of the first.
+    more buffers. What several actions need comes ahead of the first. Receives from a rank are posted in the order in
+    which it sends, forward and backward apart.
 
     Posting never blocks, and a receive always precedes what needs it, so no posting time makes a deadlock.
     """
@@ -106,9 +107,10 @@ def _latest_places(
 def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]) -> Schedule:
     """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
     rows = []
+    number = _sent_as(posted)
     for rank, row in enumerate(posted.rows):
         receives: dict[int, list[Action]] = {}
-        for (receive, _), place in zip(readers[rank], places[rank], strict=True):
+        for receive, place in _in_sent_order(posted, [receive for receive, _ in readers[rank]], places[rank], number):
             receives.setdefault(place, []).append(receive)
         lowered: list[Action] = []
         for place, action in enumerate(row):
@@ -117,6 +119,32 @@ def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequen
             lowered += [send for send, _, _ in transfers_after(action, posted)]
         rows.append(tuple(lowered))
     return _with_needs(posted, tuple(rows), posted.passes)
+
+
+def _sent_as(posted: Schedule) -> dict[Action, int]:
+    """Return the number of each send among all, rank by rank in the order of its row."""
+    sends = (send for _, action in posted.actions() for send, _, _ in transfers_after(action, posted))
+    return {send: number for number, send in enumerate(sends)}
+
+
+def _in_sent_order(
+    posted: Schedule, receives: Sequence[Action], places: Sequence[int], number: Mapping[Action, int]
+) -> list[tuple[Action, int]]:
+    """Return receives of a rank with their places, each at its own or earlier, in the order of the sends on each edge.
+
+    Process groups match messages by their order, where MPI matches them by tags.
+    """
+    sends = [dependencies(receive, posted)[0] for receive in receives]
+    edges: dict[tuple[int, bool], list[int]] = {}
+    for at, send in enumerate(sends):
+        edges.setdefault((posted.rank_of(send), send.kind is Kind.SEND_B), []).append(at)
+    found = list(zip(receives, places, strict=True))
+    for slots in edges.values():
+        as_sent = sorted(slots, key=lambda at: number[sends[at]])
+        earliest = list(accumulate((places[at] for at in reversed(as_sent)), min))[::-1]
+        for slot, at, place in zip(slots, as_sent, earliest, strict=True):
+            found[slot] = receives[at], place
+    return found
 
 
 def lower(

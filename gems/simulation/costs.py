@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from gems.config.schema import RunSpec
+from gems.config.schema import GLOO, RunSpec
 from gems.errors import ConfigError
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
@@ -87,11 +87,11 @@ def _with_all_reduce(
 def network_in_units(run: RunSpec) -> Network:
     """Return the links of the configured machine, in units of time.
 
-    Messages of a GPU that go through host memory (`machine.transport=host`) are copied there and back besides.
+    Messages of a GPU that go through host memory (`machine.transport=host` or gloo) are copied there and back besides.
     """
     machine, unit_s = run.machine, run.cost.unit_s
     link, staged_s = run.cost.link / run.parallel.strips, 0.0
-    if machine.device == "cuda" and machine.transport == "host":
+    if machine.device == "cuda" and machine.transport in ("host", GLOO):
         staged_s = 1.0 / machine.d2h_bytes_per_s + 1.0 / machine.h2d_bytes_per_s
 
     def per_byte(bytes_per_s: float | None) -> float:

@@ -1,8 +1,8 @@
 """Engine speed beside torch.distributed.pipelining: the engines alone, and the best schedules of both at equal peak.
 
-Engines: images/s of our 1f1b beside Schedule1F1B, A B A B. Both run the same ResNet, partition, micro-batches and
-images, with one thread each and SGD with momentum; ours moves data by MPI, theirs by gloo. First in the same two
-processes, so that the memory settings of our engine serve both; then each in processes of its own, started in turn, as
+Engines: images/s of our 1f1b beside Schedule1F1B, in turn. Both run the same ResNet, partition, micro-batches and
+images, with one thread each and SGD with momentum; ours moves data by MPI, and by gloo as theirs. First in the same two
+processes, so that the memory settings of our engine serve all; then each in processes of its own, started in turn, as
 a user of either has it.
 
 Best: our best schedule beside theirs at equal or lower measured peak. Every contender trains the same ResNet on the
@@ -51,7 +51,7 @@ SIDES_PX = (32, 64)
 CUTS = (0, 4, 11)  # nearer to equal work than the even partition
 ROUNDS, STEPS = 15, 4
 STARTS, ROUNDS_A_START = 5, 5
-OURS, THEIRS = "ours", "torch"
+OURS, OVER_GLOO, THEIRS = "ours", "ours over gloo", "torch"
 
 BEST_CUTS = {2: (0, 5, 11), 4: (0, 2, 4, 7, 11)}  # nearest to equal work for this network
 OUR_SCHEDULES = {
@@ -76,16 +76,17 @@ def main(overrides: list[str]) -> int:
         words = (DEFAULTS, "schedule=1f1b", _boundaries(CUTS), rig.square(side_px), overrides)
         results[name] = found = _compared(words, ROUNDS, 1, is_apart=False)
         rig.log(
-            f"{name}: ours {found['ours_images_per_s']:.1f} images/s, torch.distributed.pipelining "
-            f"{found['torch_images_per_s']:.1f} images/s, ratio {found['ratio']:.3f} (medians of {ROUNDS} rounds of "
-            f"{STEPS} steps, A B A B; "
-            f"middle half of the rounds' ratios {found['ratio_p25']:.3f} to {found['ratio_p75']:.3f})"
+            f"{name}: ours {found['ours_images_per_s']:.1f} images/s, over gloo {found['gloo_images_per_s']:.1f}, "
+            f"torch.distributed.pipelining {found['torch_images_per_s']:.1f}; over torch's {found['ratio']:.3f} and "
+            f"{found['gloo_ratio']:.3f} (medians of {ROUNDS} rounds of {STEPS} steps, in turn; "
+            f"middle half of the rounds' ratios {found['ratio_p25']:.3f} to {found['ratio_p75']:.3f}, "
+            f"over gloo {found['gloo_ratio_p25']:.3f} to {found['gloo_ratio_p75']:.3f})"
         )
         found["apart"] = apart = _compared(words, ROUNDS_A_START, STARTS, is_apart=True)
         rig.log(
-            f"{name}, each in its own processes: ratio {apart['ratio']:.3f} "
+            f"{name}, each in its processes: over torch's {apart['ratio']:.3f}, by gloo {apart['gloo_ratio']:.3f} "
             f"(medians of {STARTS} starts of each, in turn; ours {apart['ours_images_per_s']:.1f}, "
-            f"torch {apart['torch_images_per_s']:.1f} images/s)"
+            f"over gloo {apart['gloo_images_per_s']:.1f}, torch {apart['torch_images_per_s']:.1f} images/s)"
         )
     results["best"] = compete(overrides)
     return rig.answered(results, False)
@@ -98,32 +99,42 @@ def _boundaries(cuts: Sequence[int]) -> str:
 def _compared(words: Sequence[str | list[str]], rounds: int, starts: int, is_apart: bool) -> dict[str, Any]:
     """Compare 1F1B of both engines, in the same processes or each in processes of its own that are started in turn."""
     spec = rig.composed(*words)
-    groups = [[OURS], [THEIRS]] if is_apart else [[OURS, THEIRS]]
+    over_gloo = rig.composed(*words, "machine.transport=gloo")
+    engines = [OURS, OVER_GLOO, THEIRS]
+    groups = [[engine] for engine in engines] if is_apart else [engines]
 
     def run(engines: list[str]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
-            path = str(prepare(replace(spec, runs_dir=scratch)).path)
-            contenders = {OURS: (OURS, "1f1b", path), THEIRS: (THEIRS, "Schedule1F1B", spec.parallel.boundaries)}
+            path, gloo_path = (str(prepare(replace(each, runs_dir=scratch)).path) for each in (spec, over_gloo))
+            contenders = {
+                OURS: (OURS, "1f1b", path), OVER_GLOO: (OVER_GLOO, "1f1b", gloo_path),
+                THEIRS: (THEIRS, "Schedule1F1B", spec.parallel.boundaries),
+            }  # fmt: skip
             found = _raced(spec, path, [contenders[engine] for engine in engines], rounds, STEPS)
         if found["failed"]:
             raise SystemExit(str(found["failed"]))
         return found
 
     runs = rig.in_turns({"+".join(engines): partial(run, engines) for engines in groups}, starts)
-    times: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    times: dict[str, list[float]] = {engine: [] for engine in engines}
     for found in (each for all_of_group in runs.values() for each in all_of_group):
         for (engine, _), times_s in zip(found["contenders"], found["seconds"], strict=True):
             times[engine] += [statistics.median(times_s)] if is_apart else times_s
     images, torch_version = global_batch(spec), found["torch"]
-    ours_s, theirs_s = statistics.median(times[OURS]), statistics.median(times[THEIRS])
+    ours_s, gloo_s, theirs_s = (statistics.median(times[engine]) for engine in engines)
     answer = {
         "images": images, "model": f"{spec.model.name}{spec.model.depth}-v{spec.model.version}",
         "height_px": spec.data.height_px, "micro_batches": spec.parallel.micro_batches,
         "micro_batch_size": spec.parallel.micro_batch_size, "torch": torch_version,
-        "ours_images_per_s": images / ours_s, "torch_images_per_s": images / theirs_s, "ratio": theirs_s / ours_s,
+        "ours_images_per_s": images / ours_s, "gloo_images_per_s": images / gloo_s,
+        "torch_images_per_s": images / theirs_s, "ratio": theirs_s / ours_s, "gloo_ratio": theirs_s / gloo_s,
     }  # fmt: skip
-    ratios = [theirs / ours for ours, theirs in zip(times[OURS], times[THEIRS], strict=True)]
-    return answer | ({} if is_apart else rig.quartiles(ratios))
+    if is_apart:
+        return answer
+    for engine, prefix in ((OURS, ""), (OVER_GLOO, "gloo_")):
+        ratios = [theirs / ours for ours, theirs in zip(times[engine], times[THEIRS], strict=True)]
+        answer |= {prefix + name: value for name, value in rig.quartiles(ratios).items()}
+    return answer
 
 
 def compete(overrides: list[str]) -> dict[str, Any]:
@@ -187,7 +198,7 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
         why = ""
         try:
             with LiveBytes() as live:
-                if engine == OURS:
+                if engine != THEIRS:
                     step = _ours(RunFolder(Path(how)), comm, images, labels)
                 else:
                     step = _theirs(name, how, spec, comm, images, labels)

@@ -30,6 +30,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"model__norm": "ghost_batch", "parallel__strips": 0},
         r"parallel\.strips=0: leaves open how many strips there are, by which model\.norm=ghost_batch normalizes; give",
     ),
+    (
+        {"machine__kind": "emulated", "machine__transport": "gloo"},
+        r"machine\.transport=gloo: is for ranks with devices, and emulated messages are MPI's; leave it out",
+    ),
+    (
+        {"machine__device": "cpu", "machine__transport": "nccl"},
+        r"machine\.transport=nccl: needs GPUs, and machine\.device=cpu has none; use mpi or gloo",
+    ),
     ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
     ({"cost__times": []}, r"cost\.times=\[\]: must have one entry or more"),
     ({"cost__activations": [1.0, 0.0]}, r"cost\.activations\[1\]=0\.0: must be above 0 and finite"),

@@ -18,6 +18,7 @@ from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
 from tests.device import DEVICE
 
@@ -37,7 +38,7 @@ class ListPart:
 
 
 class LateTransport:
-    """Stands for MPI and the other ranks of one direction, and moves data as late as MPI may.
+    """Stands for links of one way, forward or backward, and the other ranks, and moves data as late as MPI may.
 
     A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the end of the step;
     earlier only the forward whose gradient has come back, for the peer must have had it. With `at_once` all sends
@@ -50,21 +51,22 @@ class LateTransport:
         self,
         schedule: Schedule,
         rank: int,
-        direction: int,
+        way: int,
         boundaries: Sequence[Sequence[TensorSpec]],
         source: Callable[[Action, int], Tensor],
         at_once: bool = False,
+        other_way: LateTransport | None = None,
     ) -> None:
-        self.sent: dict[Action, list[Tensor]] = defaultdict(list)
+        self.sent: dict[Action, list[Tensor]] = defaultdict(list) if other_way is None else other_way.sent
         self._source = source
         self._at_once = at_once
-        self._posted: dict[Action, list] = defaultdict(list)
+        self._posted: dict[Action, list] = defaultdict(list) if other_way is None else other_way._posted
         most = max((len(boundary) for boundary in boundaries), default=1)
         self._of_tag = {
             (kind in SEND_KINDS, message_tag(action, index, schedule.num_stages, most)): (action, index)
             for action in schedule.rows[rank]
             for kind in (action.kind,)
-            if kind in SEND_KINDS | RECV_KINDS and action.direction == direction
+            if kind in SEND_KINDS | RECV_KINDS and (kind in BACKWARD_KINDS) == bool(way)
             for index in range(most)
         }
 
@@ -124,10 +126,8 @@ class Rig:
         self.part = ListPart(rank)
         self.recorder = Recorder(self.part, DEVICE)
         self.memory = self.recorder.memory
-        self.transports = [
-            LateTransport(schedule, rank, direction, boundaries, source, at_once)
-            for direction in range(schedule.num_directions)
-        ]
+        forward = LateTransport(schedule, rank, 0, boundaries, source, at_once)
+        self.transports = [forward, LateTransport(schedule, rank, 1, boundaries, source, at_once, forward)]
         channels = P2PChannels(schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder)
         self.stages = {
             held: Stage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll) for held, kept in modules.items()

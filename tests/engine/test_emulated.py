@@ -36,7 +36,7 @@ class Device:
         self.part = ListPart()
         recorder = Recorder(self.part)
         self.memory = recorder.memory
-        transports = [Transport(comm, 20.0) for _ in range(schedule.num_directions)]
+        transports = [Transport(comm, 20.0) for _ in range(2)]
         self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
         waiter = Waiter(self.channels.poll, 0.0001, 20.0)
         self.emulated = EmulatedExecutor(
@@ -177,14 +177,14 @@ def test_receive_buffers_are_used_again_once_they_are_read(comm, monkeypatch):
     schedule = messages_to_itself()
     as_if_apart(monkeypatch, schedule)
     made = []
-    transports = [Transport(comm, 20.0)]
-    original = transports[0].persistent_receive
+    transports = [Transport(comm, 20.0) for _ in range(2)]
+    original = Transport.persistent_receive
 
-    def persistent_receive(data, rank, tag):
+    def persistent_receive(self, data, rank, tag):
         made.append(data.ctypes.data)
-        return original(data, rank, tag)
+        return original(self, data, rank, tag)
 
-    monkeypatch.setattr(transports[0], "persistent_receive", persistent_receive)
+    monkeypatch.setattr(Transport, "persistent_receive", persistent_receive)
     channels = EmulatedChannels(schedule, 0, (64.0, 64.0), transports, Recorder(None))
     assert len(made) == 4 and len(set(made)) == 2
     channels.close()

@@ -17,6 +17,7 @@ from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 from gems.schedule import FAMILIES, generate
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
@@ -55,7 +56,7 @@ def schedules():
                     yield lower(forward_only(made.placement, num_micro_batches))
 
 
-def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
+def test_no_two_messages_of_a_step_share_way_ranks_and_tag():
     """So no order of posting and of arrival can mix them up, whatever is under way at once."""
     num_messages = 0
     for schedule in schedules():
@@ -68,10 +69,11 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
                 peer = schedule.placement.rank_of(action.direction, action.stage + step)
                 for index in range(num_tensors):
                     tag = message_tag(action, index, schedule.num_stages, num_tensors)
+                    way = action.kind in BACKWARD_KINDS
                     if action.kind in SEND_KINDS:
-                        sent[action.direction, rank, peer, tag] += 1
+                        sent[way, rank, peer, tag] += 1
                     else:
-                        received[action.direction, peer, rank, tag] += 1
+                        received[way, peer, rank, tag] += 1
             assert sent == received, schedule
             assert not sent or max(sent.values()) == 1, schedule
             num_messages += len(sent)
@@ -84,8 +86,8 @@ def test_strips_have_shapes_of_their_own_and_nothing_is_sent_of_one_without_rows
     boundaries = [tuple(TensorSpec(str(n), shape, torch.float32) for n, shape in enumerate(each)) for each in shapes]
     part = ListPart()
     recorder = Recorder(part, DEVICE)
-    transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.tensor(7.0))
-    channels = P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
+    links = [LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.tensor(7.0)) for way in range(2)]
+    channels = P2PChannels(schedule, 0, boundaries, links, Staging(DEVICE), recorder)
     for strip, expected in enumerate(shapes):
         channels.post_send(Action(Kind.SEND_F, 0, strip), [torch.ones(shape) for shape in expected])
         receive = Action(Kind.RECV_B, 0, strip)
@@ -100,15 +102,15 @@ def test_strips_have_shapes_of_their_own_and_nothing_is_sent_of_one_without_rows
 
 
 def test_tags_differ_whatever_the_placement():
-    """Where ranks take turns (stages 0 and 2 here, 1 and 3 there), both ways cross between the same two ranks."""
-    tags = [
-        message_tag(Action(kind, stage, m), index, 4, 3)
-        for kind in PAIR
-        for stage in range(4)
-        for m in range(5)
-        for index in range(3)
-    ]
-    assert len(set(tags)) == len(tags)
+    """Where ranks take turns (stages 0 and 2 here, 1 and 3 there), several stages send to the same rank."""
+    for kind in PAIR:
+        tags = [
+            message_tag(Action(kind, stage, m), index, 4, 3)
+            for stage in range(4)
+            for m in range(5)
+            for index in range(3)
+        ]
+        assert len(set(tags)) == len(tags)
 
 
 def test_a_send_and_its_receive_have_one_tag():
@@ -131,7 +133,8 @@ def open_channels(comm, boundary, num_micro_batches=1):
     part = ListPart()
     recorder = Recorder(part, DEVICE)
     schedule = two_stages_here(num_micro_batches)
-    channels = P2PChannels(schedule, 0, [boundary], [Transport(comm, 20.0)], Staging(DEVICE), recorder)
+    links = [Transport(comm, 20.0) for _ in range(2)]
+    channels = P2PChannels(schedule, 0, [boundary], links, Staging(DEVICE), recorder)
     return channels, recorder, part
 
 
@@ -222,13 +225,13 @@ def test_released_buffers_are_used_again(comm):
 def test_more_messages_than_tags_are_refused():
     schedule = lower(generate("1f1b", 4, 100))
     boundaries = [(TensorSpec("x", (1,), torch.float32),)] * 3
-    transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.zeros(1))
+    links = [LateTransport(schedule, 0, way, boundaries, lambda action, index: torch.zeros(1)) for way in range(2)]
     top = max(
         message_tag(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
     )
     recorder = Recorder(None, DEVICE)
-    transport.max_tag = top - 1
+    links[0].max_tag = top - 1
     with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):
-        P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
-    transport.max_tag = top + 2 * 4
-    P2PChannels(schedule, 0, boundaries, [transport], Staging(DEVICE), recorder)
+        P2PChannels(schedule, 0, boundaries, links, Staging(DEVICE), recorder)
+    links[0].max_tag = top + 4
+    P2PChannels(schedule, 0, boundaries, links, Staging(DEVICE), recorder)

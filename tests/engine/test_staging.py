@@ -153,7 +153,7 @@ def test_direct_uses_given_back_buffers_again():
     assert direct.receiving(TensorSpec("x", (2, 3), torch.int32)).tensor.dtype is torch.int32
 
 
-@pytest.mark.parametrize("wanted", ["auto", "host", "gpu"])
+@pytest.mark.parametrize("wanted", ["auto", "host", "mpi", "gloo"])
 def test_a_processor_s_memory_is_mpi_s_own(comm, wanted):
     assert open_staging(wanted, CPU, comm).is_direct
 
@@ -162,8 +162,8 @@ def test_a_processor_s_memory_is_mpi_s_own(comm, wanted):
 def test_device_pointers_need_a_library_that_takes_them(comm, monkeypatch):
     monkeypatch.setattr(staging, "gpu_support", lambda: False)
     assert not open_staging("auto", GPU, comm).is_direct
-    with pytest.raises(ConfigError, match=r"machine\.transport=gpu: .*machine\.transport=host"):
-        open_staging("gpu", GPU, comm)
+    with pytest.raises(ConfigError, match=r"machine\.transport=mpi: .*machine\.transport=nccl or host"):
+        open_staging("mpi", GPU, comm)
 
 
 @pytest.mark.usefixtures("log")
@@ -175,7 +175,8 @@ def test_a_library_that_claims_it_is_tested(comm, monkeypatch, passes):
     assert open_staging("auto", GPU, comm).is_direct is passes
     assert tests == [GPU]
     assert not open_staging("host", GPU, comm).is_direct
-    assert tests == [GPU], "machine.transport=host never touches device pointers"
+    assert not open_staging("gloo", GPU, comm).is_direct
+    assert tests == [GPU], "machine.transport=host and gloo never touch device pointers"
 
 
 def test_the_self_test_compares_what_came_back(comm, monkeypatch):

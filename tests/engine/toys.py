@@ -13,6 +13,7 @@ from gems.config.resolve import resolve
 from gems.config.schema import (
     BenchmarkConfig,
     DataConfig,
+    MachineConfig,
     ModelConfig,
     ParallelConfig,
     PartitionConfig,
@@ -22,6 +23,7 @@ from gems.config.schema import (
 )
 from gems.data.dataset import Dataset
 from gems.models import MODELS, Layer, ModelFamily
+from tests.device import TRANSPORT
 
 HERE = "tests.engine.toys"
 
@@ -153,6 +155,7 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
         partition=PartitionConfig("even"),
         train=TrainConfig(steps=2, hang_timeout_s=100),
         benchmark=BenchmarkConfig(skip_steps=0),
+        machine=MachineConfig(transport=TRANSPORT),
     )
     for name, value in changes.items():
         section, _, key = name.partition("__")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.fake_cuda.watch import APART
 
 _native: Any = None
 NAME = "fake GPU"
@@ -132,8 +135,9 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
 
     def properties(device: Any = None) -> SimpleNamespace:
         index = _index(device)
+        whose = f"{os.getpid():08x}{DRIVER[8:]}" if os.environ.get(APART) else DRIVER
         return SimpleNamespace(
-            name=NAME, uuid=f"{DRIVER}{index}", total_memory=total_bytes, multi_processor_count=1, major=8, minor=0
+            name=NAME, uuid=f"{whose}{index}", total_memory=total_bytes, multi_processor_count=1, major=8, minor=0
         )
 
     cudart = SimpleNamespace(

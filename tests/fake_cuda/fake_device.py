@@ -148,9 +148,9 @@ def test_mpi_reads_and_writes_until_it_is_waited_for():
     sent + 1
     assert races() == []
     sent.add_(1)
-    assert "MPI_Isend may still be reading" in races()[0]
+    assert "MPI's send may still be reading" in races()[0]
     got.sum()
-    assert "MPI_Irecv may still be writing" in races()[0]
+    assert "MPI's receive may still be writing" in races()[0]
     torch.cuda.synchronize()
     transport.wait(request)
     transport.drain()

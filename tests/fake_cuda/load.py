@@ -35,6 +35,7 @@ def install() -> Any:
     import torch  # noqa: F401
 
     from tests.fake_cuda.cuda import patch
+    from tests.fake_cuda.nccl import install as install_nccl
 
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
@@ -43,6 +44,7 @@ def install() -> Any:
     watch(made)
     take_over(path.parent)
     patch(made, int(os.environ.get("GEMS_FAKE_GPUS", "1")), int(os.environ.get("GEMS_FAKE_GPU_BYTES", 16 * GIB)))
+    install_nccl()
     if seed := os.environ.get("GEMS_FAKE_CUDA_LATE"):
         made.set_late(True, int(seed))
     _native = made

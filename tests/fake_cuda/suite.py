@@ -20,11 +20,13 @@ from pathlib import Path
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from tests.fake_cuda.build import library, why_not
 from tests.fake_cuda.children import REPORTS
-from tests.fake_cuda.watch import DIRECT
+from tests.fake_cuda.watch import APART, DIRECT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_RANKS, LIMIT_S = 4, 1800
 DIRECTLY, LATE = {DIRECT: "1"}, {"GEMS_FAKE_CUDA_LATE": "3"}
+TRANSPORT = "GEMS_TEST_TRANSPORT"
+GLOO, NCCL = {TRANSPORT: "gloo"}, {TRANSPORT: "nccl", APART: "1"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Part:
 
 
 def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
-    ways = {DIRECT: "device pointers", "GEMS_FAKE_CUDA_LATE": "late"}
-    way = next((ways[key] for key in environment), "staged")
+    ways = {DIRECT: "device pointers", "GEMS_FAKE_CUDA_LATE": "late", TRANSPORT: environment.get(TRANSPORT, "")}
+    way = ", ".join(way for key, way in ways.items() if key in environment) or "staged"
     return Part(f"{name}, {way}", (f"tests/mpi/mpi_{name}.py",), chosen, environment)
 
 
@@ -57,9 +59,13 @@ PARTS = (
     _mpi("exactness"),
     _mpi("exactness", **DIRECTLY),
     _mpi("exactness", "equals_one and (gems_master or zb_v) and 4-1", **LATE),
+    _mpi("exactness", "equals_one and (4-1 or 2-2) or capped or far_ahead", **GLOO),
+    _mpi("exactness", "equals_one and (4-1 or 2-2) or capped or far_ahead", **NCCL),
+    _mpi("exactness", "equals_one and (gems_master or zb_v) and 4-1", **LATE, **NCCL),
     _mpi("memory"),
     _mpi("memory", **DIRECTLY),
     _mpi("memory", "bits_and_bytes and (resnet or unet) and 1f1b", **LATE),
+    _mpi("memory", "bits_and_bytes and 1f1b", **NCCL),
     _mpi("resume"),
     _mpi("training"),
     _mpi("tasks"),

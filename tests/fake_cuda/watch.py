@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+_WAYS = ("send", "receive")  # by whether memory is written
+APART = "GEMS_FAKE_GPUS_APART"  # set: each process has GPUs of its own, as NCCL asks
 DIRECT = "GEMS_FAKE_CUDA_DIRECT"  # set: this MPI takes device pointers, as the bytes are the host's
 
 
 def watch(native: Any) -> None:
     """Watch modules of the engine as soon as they have been imported."""
     watched = {
-        "gems.engine.transport.mpi": lambda module: _watch_transport(native, module),
+        "gems.engine.transport.mpi": lambda module: _watch_mpi(native, module),
+        "gems.engine.transport.polling": _advance_in_waits,
+        "gems.engine.transport.process_groups": lambda module: _watch_links(native, module.GroupLinks, "gloo"),
         "gems.engine.activation_store.host_pool": lambda module: _watch_pinned_memory(native, module),
         "gems.engine.checkpoint.state": lambda module: _watch_checkpoint(native, module),
     }
@@ -76,35 +80,33 @@ class _Open:
         self._numbers.clear()
 
 
-def _watch_transport(native: Any, module: ModuleType) -> None:
-    kind = module.Transport
-    send, receive, total, close = kind.send, kind.receive, kind.sum_in_place, kind.close
-    wait, is_complete = kind.wait, kind.is_complete
+def _watch_links(native: Any, kind: Any, name: str) -> None:
+    """Watch the messages of links; those of NCCL follow their stream, and copies there are watched."""
+    send, receive, wait, is_complete, close = kind.send, kind.receive, kind.wait, kind.is_complete, kind.close
 
-    def messages(transport: Any) -> _Open:
-        if "_fake_messages" not in transport.__dict__:
-            transport._fake_messages = _Open(native, transport)
-        return transport._fake_messages
+    def begin(links: Any, tensor: Any, writes: bool) -> int | None:
+        is_streamed = name == "gloo" and getattr(tensor, "is_cuda", False)
+        return None if is_streamed else _messages(native, links).begin(tensor, writes, f"{name}'s {_WAYS[writes]}")
 
     def watched_send(self: Any, tensor: Any, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
-        under_way = messages(self)
-        number = under_way.begin(tensor, False, "MPI_Isend")
+        number = begin(self, tensor, False)
 
         def ended() -> None:
-            under_way.end(number)
+            _messages(native, self).end(number)
             if done is not None:
                 done()
 
         send(self, tensor, rank, tag, ended)
 
     def watched_receive(self: Any, tensor: Any, rank: int, tag: int) -> Any:
-        number = messages(self).begin(tensor, True, "MPI_Irecv")
+        number = begin(self, tensor, True)
         request = receive(self, tensor, rank, tag)
-        messages(self).receives[id(request)] = request, number
+        _messages(native, self).receives[id(request)] = request, number
         return request
 
-    def end_receive(transport: Any, request: Any) -> None:
-        messages(transport).end(messages(transport).receives.pop(id(request), (None, None))[1])
+    def end_receive(links: Any, request: Any) -> None:
+        messages = _messages(native, links)
+        messages.end(messages.receives.pop(id(request), (None, None))[1])
 
     def watched_wait(self: Any, request: Any, *given: Any) -> None:
         wait(self, request, *given)
@@ -116,17 +118,47 @@ def _watch_transport(native: Any, module: ModuleType) -> None:
         end_receive(self, request)
         return True
 
-    def watched_total(self: Any, tensor: Any) -> None:
-        number = messages(self).begin(tensor, True, "MPI_Iallreduce")
-        total(self, tensor)
-        messages(self).end(number)
-
     def watched_close(self: Any) -> None:
-        messages(self).end_all()
+        _messages(native, self).end_all()
         close(self)
 
     kind.send, kind.receive, kind.wait = watched_send, watched_receive, watched_wait
-    kind.is_complete, kind.sum_in_place, kind.close = watched_is_complete, watched_total, watched_close
+    kind.is_complete, kind.close = watched_is_complete, watched_close
+
+
+def _advance_in_waits(module: ModuleType) -> None:
+    """Let messages of NCCL go on while a rank waits for anything."""
+    from tests.fake_cuda import nccl  # which needs torch, and so the device
+
+    wait_until = module.WaitState.wait_until
+
+    def watched(self: Any, is_done: Callable[[], object], *given: Any, **named: Any) -> None:
+        def is_done_after_messages() -> object:
+            nccl.advance()
+            return is_done()
+
+        wait_until(self, is_done_after_messages, *given, **named)
+
+    module.WaitState.wait_until = watched
+
+
+def _messages(native: Any, links: Any) -> _Open:
+    if "_fake_messages" not in links.__dict__:
+        links._fake_messages = _Open(native, links)
+    return links._fake_messages
+
+
+def _watch_mpi(native: Any, module: ModuleType) -> None:
+    kind = module.Transport
+    _watch_links(native, kind, "MPI")
+    total = kind.sum_in_place
+
+    def watched_total(self: Any, tensor: Any) -> None:
+        number = _messages(native, self).begin(tensor, True, "MPI's sum")
+        total(self, tensor)
+        _messages(native, self).end(number)
+
+    kind.sum_in_place = watched_total
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
 

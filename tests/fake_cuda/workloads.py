@@ -127,11 +127,9 @@ def _messages(is_direct: bool) -> Numbers:
     )
     schedule = Schedule("test", 4, Placement(1, ((0, 0),)), (row,))
     recorder = Recorder(ListPart(), DEVICE)
-    transport = Transport(world(), 20.0)
+    links = [Transport(world(), 20.0) for _ in range(2)]
     boundary = (TensorSpec("x", SHAPE, torch.float32),)
-    channels = P2PChannels(
-        schedule, 0, [boundary], [transport], (Staging if is_direct else HostStaging)(DEVICE), recorder
-    )
+    channels = P2PChannels(schedule, 0, [boundary], links, (Staging if is_direct else HostStaging)(DEVICE), recorder)
     found = []
     for pair in ((0, 1), (2, 3)):
         for m in pair:
@@ -146,7 +144,8 @@ def _messages(is_direct: bool) -> Numbers:
             channels.release((got,))
             del got  # whose memory the next message may take
     channels.drain()
-    transport.close()
+    for each in links:
+        each.close()
     return [result.cpu() for result in found]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 
 from gems.engine.step_loop import measure_offset
 from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.links import Links
 from gems.engine.transport.mpi import Transport, allgather, broadcast
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.engine.transport.staging import Staging
+from gems.engine.transport.process_groups import open_groups
+from gems.engine.transport.staging import HostStaging, Staging
+from gems.errors import ConfigError, StalledError
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
-from gems.schedule.placement import Placement, bidirectional
+from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 
 LARGE = 1 << 24  # 64 MiB of float32
 LIMIT_S = 60.0
@@ -54,20 +58,21 @@ def _all_transfers(num_micro_batches: int, placement: Placement) -> Schedule:
     return Schedule("test", num_micro_batches, placement, rows)
 
 
-def test_both_directions_at_once_in_any_layout(comm):
-    """The full exchange of a bidirectional pipeline, every tensor its own values, each way in its own order."""
+@pytest.mark.parametrize("by", ["mpi", "gloo"])
+def test_both_directions_at_once_in_any_layout(comm, by):
+    """The full exchange of a bidirectional pipeline, every tensor its own values, each way in its own order.
+
+    By MPI the sides post in another order; gloo takes messages by their order.
+    """
     size, n = comm.size, 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
     recorder = Recorder(None, DEVICE)
-    channels = P2PChannels(
-        schedule,
-        comm.rank,
-        [specs] * (size - 1),
-        [Transport(comm, LIMIT_S) for _ in range(2)],
-        Staging(DEVICE),
-        recorder,
-    )
+    links: Sequence[Links] = [Transport(comm, LIMIT_S) for _ in range(2)]
+    if by == "gloo":
+        links = open_groups("gloo", comm, torch.device("cpu"), schedule.placement, 1, LIMIT_S).links
+    staging = HostStaging(DEVICE) if by == "gloo" and ON_GPU else Staging(DEVICE)
+    channels = P2PChannels(schedule, comm.rank, [specs] * (size - 1), links, staging, recorder)
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
         seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
@@ -89,7 +94,7 @@ def test_both_directions_at_once_in_any_layout(comm):
                 sends.append(Action(Kind.SEND_F, stage, m, direction))
     for receive, _, _ in receives:
         channels.post_receive(receive)
-    for send in reversed(sends):
+    for send in sends if by == "gloo" else reversed(sends):
         channels.post_send(send, made(send))
     for receive, kind, step in reversed(receives):
         expected = made(Action(kind, receive.stage + step, receive.micro_batch, receive.direction))
@@ -100,6 +105,44 @@ def test_both_directions_at_once_in_any_layout(comm):
         channels.release(got)
     channels.drain()
     assert recorder.memory.held_bytes == 0
+    for each in links:
+        each.close()
+
+
+def test_sums_over_groups_are_those_of_the_copies_of_a_stage(comm):
+    """Two replicas of a bidirectional pipeline of two ranks: all four hold both stages."""
+    groups = open_groups("gloo", comm, torch.device("cpu"), bidirectional(2), 2, LIMIT_S)
+    values = torch.full((5,), 10.0**comm.rank, dtype=torch.float64)
+    groups.gradients.sum_in_place(values)
+    assert groups.gradients.size == 4 and bool((values == 1111).all())
+    apart = open_groups("gloo", comm, torch.device("cpu"), linear(2), 2, LIMIT_S)
+    values = torch.full((5,), 10.0**comm.rank)
+    apart.gradients.sum_in_place(values)
+    assert apart.gradients.size == 2 and bool((values == (101 if comm.rank % 2 == 0 else 1010)).all())
+    comm.Barrier()
+    for opened in (groups, apart):
+        for each in (*opened.links, opened.gradients):
+            each.close()
+
+
+def test_a_peer_that_sends_nothing_is_named_after_the_hang_timeout(comm):
+    links, _ = open_groups("gloo", comm, torch.device("cpu"), linear(comm.size), 1, 0.2).links
+    if comm.rank == 1:
+        request = links.receive(torch.empty(3), 0, 0)
+        with pytest.raises(StalledError, match=r"rank 1 waited 0\.2 s for 1RECV_F0"):
+            links.wait(request, Action(Kind.RECV_F, 1, 0))
+    comm.Barrier()
+    if comm.rank == 0:
+        links.send(torch.ones(3), 1, 0)
+        links.drain()
+    elif comm.rank == 1:
+        links.wait(request)
+
+
+def test_nccl_needs_gpus_of_its_own(comm):
+    wanted = "share a GPU" if ON_GPU else "ranks have no GPU; use machine.transport=mpi or gloo"
+    with pytest.raises(ConfigError, match=wanted):
+        open_groups("nccl", comm, DEVICE, linear(comm.size), 1, LIMIT_S)
 
 
 def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport, folder):

@@ -23,6 +23,7 @@ from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies
+from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, Pace
@@ -79,7 +80,7 @@ class EmulatedChannels:
         for action in schedule.rows[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 size = sizes[boundary_of(action)]
-                transport, is_send = transports[action.direction], action.kind in SEND_KINDS
+                transport, is_send = transports[action.kind in BACKWARD_KINDS], action.kind in SEND_KINDS
                 (tag,) = tags.tags(action, 1)
                 if is_send:
                     request = transport.persistent_send(content[:size], tags.peer(action), tag)

@@ -61,7 +61,7 @@ def emulate(
         )  # fmt: skip
         peers = open_group(placement.reduce_group(rank, spec.parallel.replicas)[0])
         control = open_group(0)
-        transports = [open_group(replica) for _ in range(schedule.num_directions)]
+        transports = [open_group(replica) for _ in range(2)]  # forward, backward
         recorder = Recorder(part)
         link_ns = round(spec.cost.link / spec.parallel.strips * spec.cost.unit_s * 1e9)
         channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder, link_ns)

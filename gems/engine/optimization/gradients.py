@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
-from gems.engine.transport.mpi import Transport
 
 NORM_ELEMENTS = 2**22  # of which a copy in float64 is made at a time
+
+
+class Sums(Protocol):
+    """What sums a tensor over all ranks that hold a copy of it, on a GPU too if it says so."""
+
+    size: int
+    sums_on_device: bool
+
+    def sum_in_place(self, tensor: Tensor, /) -> None:
+        """Sum a contiguous tensor over all ranks, in place; collective."""
+
+    def close(self) -> None:
+        """Give back what was opened; collective."""
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
@@ -30,7 +43,7 @@ class Gradients:
     """
 
     def __init__(
-        self, modules: Mapping[StageKey, nn.Module], transport: Transport, dtype: torch.dtype, device: torch.device
+        self, modules: Mapping[StageKey, nn.Module], transport: Sums, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._transport = transport
         stages = sorted({stage for _, stage in modules})
@@ -57,10 +70,14 @@ class Gradients:
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
         self._has_copies = transport.size > 1 or bool(self._seconds)
-        self._staged: Tensor | None = None
-        if device.type != "cpu" or dtype not in (torch.float32, torch.float64):
+        self._staged: Tensor | None = None  # in which the message is summed, if not in place
+        is_summed_here = device.type == "cpu" or transport.sums_on_device
+        if not is_summed_here or dtype not in (torch.float32, torch.float64):
             sum_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-            self._staged = torch.empty(self._message.shape, dtype=sum_dtype, pin_memory=device.type != "cpu")
+            place = device if is_summed_here else torch.device("cpu")
+            self._staged = torch.empty(
+                self._message.shape, dtype=sum_dtype, device=place, pin_memory=not is_summed_here
+            )
 
     @property
     def num_bytes(self) -> int:

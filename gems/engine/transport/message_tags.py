@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
 from gems.schedule.dependencies import boundary_of, other_stage, sender_of
+from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
-
-_BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 
 
 def message_tag(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
-    """Return the tag of tensor `index` of a transfer: a number for (micro-batch, sending stage, way, tensor).
+    """Return the tag of tensor `index` of a transfer: a number for (micro-batch, sending stage, tensor).
 
-    Directions need no tags of their own, since each has its own communicator.
+    Forward and backward need no tags of their own, since each way has its own links.
     """
     assert action.micro_batch is not None
     sender = sender_of(action)
-    return ((action.micro_batch * num_stages + sender) * 2 + (action.kind in _BACKWARD)) * max_tensors + index
+    return (action.micro_batch * num_stages + sender) * max_tensors + index
 
 
 class MessageTags:
@@ -50,7 +49,7 @@ class MessageTags:
     def tags(self, action: Action, num_tensors: int) -> Sequence[int]:
         """Return the tags of the tensors of a transfer."""
         first = 0
-        if action.kind in _BACKWARD:
+        if action.kind in BACKWARD_KINDS:
             feeders = self._schedule.placement.feeders_of(sender_of(action))
             first = self._boundary_size * feeders.index(boundary_of(action))
         start = message_tag(action, first, self._schedule.num_stages, self._max_tensors)

@@ -13,6 +13,7 @@ import mpi4py
 import numpy as np
 
 from gems.engine.transport.environment import mpich_settings
+from gems.engine.transport.links import SLEEP_S, Links
 from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.errors import ConfigError
 
@@ -30,7 +31,6 @@ if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false
 
 # of both MPICH and Open MPI; of MPICH; of Open MPI
 GPU_QUERIES = ("MPIX_Query_cuda_support", "MPIX_Query_hip_support", "MPIX_Query_rocm_support")
-SLEEP_S = 0.00005
 MEET_SLEEP_S = 0.0005
 
 Comm = MPI.Intracomm
@@ -74,12 +74,13 @@ def thread_level() -> str:
     return next(level for level in levels if getattr(MPI, f"THREAD_{level.upper()}") == MPI.Query_thread())
 
 
-class Transport:
-    """Sends and receives the bytes of contiguous tensors or arrays on one communicator of its own.
+class Transport(Links):
+    """Sends and receives the bytes of contiguous tensors or arrays on one MPI communicator of its own.
 
-    Posting returns at once. Large messages move only while the process is inside MPI, so long work calls `poll`. A
-    wait spins for `spin_s`, then sleeps `sleep_s` between polls, and is recorded in `wait_state`.
+    Large messages move only while the process is inside MPI, so long work calls `poll`.
     """
+
+    sums_on_device = False
 
     def __init__(
         self,
@@ -89,13 +90,10 @@ class Transport:
         sleep_s: float = SLEEP_S,
         wait_state: WaitState | None = None,
     ) -> None:
+        super().__init__(comm.rank, hang_timeout_s, spin_s, sleep_s, wait_state)
         self.comm = comm.Dup()  # so tags need only be unique among its own
-        self.rank, self.size = comm.rank, comm.size
+        self.size = comm.size
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
-        self._hang_timeout_s, self._spin_s, self._sleep_s = hang_timeout_s, spin_s, sleep_s
-        self._wait_state = wait_state or WaitState()
-        self._outgoing: list[tuple[MPI.Request, Sendable, Callable[[], None] | None]] = []
-        self._incoming: list[tuple[MPI.Request, Sendable]] = []
 
     @classmethod
     def of_group(cls, comm: Comm, group: int, *args: Any, **options: Any) -> Self:
@@ -114,13 +112,12 @@ class Transport:
         Raises:
             ValueError: the tensor is not contiguous; MPI would send its storage in another order.
         """
-        request = self.comm.Isend(_buffer(tensor), rank, tag)
-        self._outgoing.append((request, tensor, done))
+        self._keep_sent(self.comm.Isend(_buffer(tensor), rank, tag), tensor, done)
 
     def receive(self, tensor: Sendable, rank: int, tag: int) -> MPI.Request:
         """Post a receive into a contiguous tensor, whose data may be read after `wait` for the request."""
         request = self.comm.Irecv(_buffer(tensor), rank, tag)
-        self._incoming.append((request, tensor))
+        self._keep_received(request, tensor)
         return request
 
     def persistent_send(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
@@ -130,44 +127,6 @@ class Transport:
     def persistent_receive(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
         """Make a persistent receive into `data`, used like `persistent_send`."""
         return self.comm.Recv_init(_buffer(data), rank, tag)
-
-    def poll(self) -> None:
-        """Let MPI move data, and drop what has been sent; cheap if nothing is under way."""
-        if self._outgoing:
-            kept = []
-            for entry in self._outgoing:
-                if entry[0].Test():
-                    if entry[2] is not None:
-                        entry[2]()
-                else:
-                    kept.append(entry)
-            self._outgoing = kept
-        elif self._incoming and self._incoming[0][0].Test():  # one test of a pending request progresses all
-            del self._incoming[0]
-
-    def is_complete(self, request: MPI.Request) -> bool:
-        """Return whether a receive is over, without waiting for it."""
-        return bool(request.Test())
-
-    def wait(self, request: MPI.Request, what: object = "data", meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for one request, and call `meanwhile` between polls; see `wait_until`.
-
-        Raises:
-            StalledError: nothing came within the hang timeout.
-        """
-        if not request.Test():
-            self.wait_until(request.Test, what, meanwhile)
-        # by identity: complete requests compare equal
-        self._incoming = [entry for entry in self._incoming if entry[0] is not request]
-
-    def drain(self) -> None:
-        """Wait until all sends have left.
-
-        Raises:
-            StalledError: they did not within the hang timeout.
-        """
-        if self._outgoing:
-            self.wait_until(lambda: not self._outgoing, "sends to leave")
 
     def sum_in_place(self, tensor: Sendable) -> None:
         """Sum a contiguous float32 or float64 tensor on the host over all ranks, in place.
@@ -215,32 +174,6 @@ class Transport:
         seconds = time.perf_counter() - begin
         self.drain()
         return seconds
-
-    def wait_until(
-        self,
-        is_done: Callable[[], object],
-        what: object,
-        meanwhile: Callable[[], None] | None = None,
-        sleep_s: float | None = None,
-    ) -> None:
-        """Wait until `is_done`, and call `meanwhile` before each time.
-
-        It spins first, and then sleeps between polls, so that ranks may share a core.
-
-        Raises:
-            StalledError: nothing came within the hang timeout.
-        """
-
-        def is_done_after_poll() -> object:
-            if meanwhile is not None:
-                meanwhile()
-            if self._outgoing:
-                self.poll()
-            return is_done()
-
-        self._wait_state.wait_until(
-            is_done_after_poll, what, self._hang_timeout_s, sleep_s or self._sleep_s, self._spin_s, f"rank {self.rank} "
-        )
 
     def close(self) -> None:
         """Free the duplicated communicator; collective."""

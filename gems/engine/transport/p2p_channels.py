@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.links import Links
 from gems.engine.transport.message_tags import MessageTags
-from gems.engine.transport.mpi import Transport
 from gems.engine.transport.staging import Buffer, Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import boundary_of
+from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
 
 Boundary = tuple[TensorSpec, ...]
@@ -27,7 +29,7 @@ Boundary = tuple[TensorSpec, ...]
 class _Transfer:
     """What is the same for a transfer in every step."""
 
-    transport: Transport
+    links: Links
     peer: int
     specs: Boundary
     tags: Sequence[int]
@@ -36,7 +38,7 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Receive:
-    """A receive under way, with a request for each of its buffers that MPI has."""
+    """A receive under way, with a request for each of its buffers that was posted."""
 
     buffers: list[Buffer]
     requests: list[Any]
@@ -47,7 +49,8 @@ class _Receive:
 class P2PChannels:
     """Posts the sends and receives of one rank, and waits for data.
 
-    MPI gets a message once the device has done with its buffer: at once on a CPU, on a GPU when a poll finds so.
+    Links get a message once the device has done with its buffer: at once on a CPU, on a GPU when a poll finds so. What
+    is posted to or from a peer, forward or backward, keeps the order of the list, by which some links match messages.
     """
 
     def __init__(
@@ -55,36 +58,37 @@ class P2PChannels:
         schedule: Schedule,
         rank: int,
         boundaries: Sequence[Boundary],
-        transports: Sequence[Transport],
+        links: Sequence[Links],
         staging: Staging,
         recorder: Recorder,
     ) -> None:
         """Look up peers, tags and sizes, once for all steps.
 
         `boundaries` are the output tensors of each stage, or of each strip of each stage in turn, which may be none;
-        gradients of those of a floating-point type travel back. There is a transport for each direction.
+        gradients of those of a floating-point type travel back. `links` are those of forward and of backward messages.
 
         Raises:
-            ConfigError: this MPI has too few tags for the messages of a step.
+            ConfigError: the links have too few tags for the messages of a step.
         """
         self._boundaries = boundaries
-        self._transports = transports
+        self._links = links
         self._staging = staging
         self._recorder = recorder
         self._receives: dict[Action, _Receive] = {}
-        self._unposted: list[tuple[Buffer, Callable[[], None]]] = []
+        self._unposted: dict[tuple[int, Kind], deque[tuple[Buffer, Callable[[], None]]]] = {}
         size = max((len(boundary) for boundary in boundaries), default=1)
-        tags = MessageTags(schedule, size, transports[0].max_tag)
+        tags = MessageTags(schedule, size, links[0].max_tag)
         self._transfers: dict[Action, _Transfer] = {}
         for action in schedule.rows[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 strip = (action.micro_batch or 0) % schedule.num_strips
                 specs = boundaries[boundary_of(action) * schedule.num_strips + strip]
-                if action.kind in (Kind.SEND_B, Kind.RECV_B):
+                is_backward = action.kind in BACKWARD_KINDS
+                if is_backward:
                     specs = with_gradient(specs)
                 num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
                 peer, numbers = tags.peer(action), tags.tags(action, len(specs))
-                self._transfers[action] = _Transfer(transports[action.direction], peer, specs, numbers, num_bytes)
+                self._transfers[action] = _Transfer(links[is_backward], peer, specs, numbers, num_bytes)
 
     def post_receive(self, action: Action) -> None:
         """Post the buffers of a RECV_F or RECV_B."""
@@ -94,15 +98,15 @@ class P2PChannels:
         receive = self._receives[action] = _Receive(buffers, [None] * len(buffers), posted_ns)
         self._recorder.count_bytes(transfer.num_bytes)
         for place, buffer in enumerate(buffers):
-            self._post_when_ready(buffer, partial(self._give_to_receive, transfer, receive, place))
+            self._post_when_ready(action, buffer, partial(self._give_to_receive, transfer, receive, place))
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors, on the rank's device."""
         transfer, receive = self._transfers[action], self._receives.pop(action)
         if None in receive.requests:
-            transfer.transport.wait_until(lambda: None not in receive.requests, action, self._post_ready)
+            transfer.links.wait_until(lambda: None not in receive.requests, action, self._post_ready)
         for request in receive.requests:
-            transfer.transport.wait(request, action, self._post_ready)
+            transfer.links.wait(request, action, self._post_ready)
         if not receive.is_brought:
             self._bring(receive)
         self._recorder.transfer(action, receive.posted_ns, transfer.num_bytes)
@@ -117,7 +121,7 @@ class P2PChannels:
             nonlocal posted_ns
             posted_ns = time.perf_counter_ns()  # on a GPU not before the tensors have been computed
             buffer.source = None
-            transfer.transport.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
+            transfer.links.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
 
         def end(buffer: Buffer) -> None:  # of one tensor; the last one ends the transfer
             nonlocal left
@@ -133,7 +137,7 @@ class P2PChannels:
         self._recorder.count_bytes(transfer.num_bytes)
         for tensor, tag in zip(tensors, transfer.tags, strict=True):
             buffer = self._staging.sending(tensor)
-            self._post_when_ready(buffer, partial(begin, buffer, tag))
+            self._post_when_ready(action, buffer, partial(begin, buffer, tag))
         if not tensors:
             end_transfer()
 
@@ -153,42 +157,43 @@ class P2PChannels:
     def poll(self) -> None:
         """Let messages move while the rank computes."""
         self._post_ready()
-        for transport in self._transports:
-            transport.poll()
+        for links in self._links:
+            links.poll()
         if not self._staging.is_direct:
             for action, receive in self._receives.items():
-                is_complete = self._transfers[action].transport.is_complete
+                is_complete = self._transfers[action].links.is_complete
                 if not receive.is_brought and all(each is not None and is_complete(each) for each in receive.requests):
                     self._bring(receive)
 
     def post_all(self) -> None:
-        """Wait until MPI has all messages that were posted, for a wait that does not poll for them."""
+        """Wait until links have all messages that were posted, for a wait that does not poll for them."""
         if self._unposted:
-            self._transports[0].wait_until(lambda: not self._unposted, "the device", self._post_ready)
+            self._links[0].wait_until(lambda: not self._unposted, "the device", self._post_ready)
 
     def drain(self) -> None:
         """Wait for the last sends of a step."""
         self.post_all()
-        for transport in self._transports:
-            transport.drain()
+        for links in self._links:
+            links.drain()
 
-    def _post_when_ready(self, buffer: Buffer, post: Callable[[], None]) -> None:
-        if buffer.is_ready:
+    def _post_when_ready(self, action: Action, buffer: Buffer, post: Callable[[], None]) -> None:
+        edge = self._transfers[action].peer, action.kind
+        if edge not in self._unposted and buffer.is_ready:
             post()
         else:
-            self._unposted.append((buffer, post))
+            self._unposted.setdefault(edge, deque()).append((buffer, post))
 
     def _post_ready(self) -> None:
-        """Give MPI the buffers that the device has done with."""
-        if not self._unposted:
-            return
-        waiting, self._unposted = self._unposted, []
-        for buffer, post in waiting:
-            self._post_when_ready(buffer, post)
+        """Give links the buffers that the device has done with, and that stand behind no other."""
+        for edge, waiting in list(self._unposted.items()):
+            while waiting and waiting[0][0].is_ready:
+                waiting.popleft()[1]()
+            if not waiting:
+                del self._unposted[edge]
 
     def _give_to_receive(self, transfer: _Transfer, receive: _Receive, place: int) -> None:
         buffer, tag = receive.buffers[place].tensor, transfer.tags[place]
-        receive.requests[place] = transfer.transport.receive(buffer, transfer.peer, tag)
+        receive.requests[place] = transfer.links.receive(buffer, transfer.peer, tag)
 
     def _bring(self, receive: _Receive) -> None:
         for buffer in receive.buffers:

@@ -47,8 +47,9 @@ class WaitState:
         sleep_s: float,
         spin_s: float = 0.0,
         who: str = "",
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Wait until `is_done` returns true: spin for `spin_s`, then sleep `sleep_s` between calls.
+        """Wait until `is_done` returns true: spin for `spin_s`, then `sleep` for `sleep_s` between calls.
 
         Raises:
             StalledError: it did not within the hang timeout, and no rank that this one depends on makes progress.
@@ -64,7 +65,7 @@ class WaitState:
                     raise StalledError(f"{who}waited {max(hang_timeout_s, math.floor(now_s - begin_s)):g} s for {what}")
                 deadline_s = time.perf_counter() + min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
             if now_s > spin_until_s:
-                time.sleep(sleep_s)
+                sleep(sleep_s)
         self.what = None
 
 

@@ -1,6 +1,6 @@
-"""Staging: how a tensor gets between the device and the buffers that MPI reads and writes.
+"""Staging: how a tensor gets between the device and the buffers that links read and write.
 
-The host waits for no stream: a buffer says by an event from when on MPI may use it.
+The host waits for no stream: a buffer says by an event from when on links may use it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gems.config.schema import NCCL
 from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Contiguous memory of a message, which is the device's, or MPI's once an event has been reached.
+    """Contiguous memory of a message, which is the device's, or the links' once an event has been reached.
 
     If that is other memory than the device's, `source` is what it is copied from, `arrival` what is copied from it.
     """
@@ -35,7 +36,7 @@ class Buffer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether MPI may use it now."""
+        """Whether links may use it now."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
@@ -96,8 +97,15 @@ class Staging:
         return event
 
 
+class StreamStaging(Staging):
+    """Lends a GPU's memory to NCCL, which takes messages at once: they follow the work on the current stream."""
+
+    def _now(self) -> None:
+        return None
+
+
 class HostStaging(Staging):
-    """Stages a GPU's messages through pinned host memory, which every MPI takes; copies have streams of their own."""
+    """Stages a GPU's messages through pinned host memory, which all links take; copies have streams of their own."""
 
     is_direct = False
 
@@ -144,22 +152,24 @@ class HostStaging(Staging):
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
     """Return the staging of a device; collective over `comm`, the communicator of all ranks.
 
-    `host` stages through pinned memory, `gpu` gives MPI device pointers, `auto` does so if the library claims to take
-    them and real messages arrive correctly on every rank.
+    `mpi` gives MPI device pointers, and `auto` does so if the library claims to take them and real messages arrive
+    correctly on every rank; else messages go through pinned memory, as with `host` and `gloo`.
 
     Raises:
-        ConfigError: machine.transport=gpu, and the library or the test refuses it.
+        ConfigError: machine.transport=mpi, and the library or the test refuses device pointers.
     """
     if device.type == "cpu":
         return Staging(device)
-    works = wanted != "host" and all(allgather(comm, gpu_support())) and _self_test(device, comm)
+    if wanted == NCCL:
+        return StreamStaging(device)
+    works = wanted in ("auto", "mpi") and all(allgather(comm, gpu_support())) and _self_test(device, comm)
     settings = next((value for name in ALLOCATOR_SETTINGS if (value := os.environ.get(name))), "")
     if works and "expandable_segments:true" in settings.lower() and comm.rank == 0:
         _log.warning("expandable_segments in torch's allocator keeps UCX from copying between the GPUs of a node")
-    if wanted == "gpu" and not works:
+    if wanted == "mpi" and not works:
         raise ConfigError(
-            "machine.transport", "gpu", "this MPI did not pass the test with device memory",
-            "use machine.transport=host",
+            "machine.transport", "mpi", "this MPI did not pass the test with device memory",
+            "use machine.transport=nccl or host",
         )  # fmt: skip
     return Staging(device) if works else HostStaging(device)
 

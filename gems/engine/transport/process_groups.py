@@ -1,0 +1,248 @@
+"""Links over process groups of torch.distributed: gloo between hosts, NCCL between GPUs.
+
+A process group matches messages by their order, so each edge has a group of its own. MPI starts the ranks, and tells
+them where to meet.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them without types
+
+from gems.config.schema import GLOO, NCCL
+from gems.engine.transport.links import SLEEP_S, Links, Request
+from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
+from gems.engine.transport.polling import SPIN_S, WaitState
+from gems.errors import ConfigError, RankFailedError
+from gems.schedule.edges import edges_of
+from gems.schedule.placement import Placement
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NO_TIMEOUT = datetime.timedelta(days=7)  # how long a rank may wait is the run's to say, not a group's
+WAKE_S = 0.001  # after which a wait over gloo looks around, though no message was over
+_SOURCE, _DESTINATION = 0, 1
+
+
+class _Meeting:
+    """Where ranks find each other to open groups; collective over `comm`."""
+
+    def __init__(self, backend: str, comm: Comm) -> None:
+        self._backend = backend
+        is_here = ranks_here(comm) == comm.size
+        host = "127.0.0.1" if is_here else socket.gethostname()
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+        address = broadcast(comm, None if server is None else (host, server.port))
+        self._store = server or TCPStore(*address, is_master=False, wait_for_workers=False)
+        self._gloo_device: Any = None
+        if backend == GLOO:
+            make, interface = dist.ProcessGroupGloo.create_device, os.environ.get(GLOO_INTERFACE)
+            if interface:
+                self._gloo_device = make(interface=interface)
+            else:
+                self._gloo_device = make(hostname=host) if is_here else dist.ProcessGroupGloo.create_default_device()
+
+    def open(self, name: str, rank: int, size: int) -> Any:
+        """Open the group of `size` ranks that ask for this name; collective over them."""
+        store = PrefixStore(name, self._store)
+        if self._backend == NCCL:
+            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            nccl._timeout = NO_TIMEOUT
+            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout, gloo._devices = NO_TIMEOUT, [self._gloo_device]
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+class _Message:
+    """A message of NCCL, whose progress the device makes."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def Test(self) -> bool:  # noqa: N802, as mpi4py
+        if not self._work.is_completed():
+            return False
+        self._work.wait()  # of which the group lets go of the tensor; raises what went wrong
+        return True
+
+
+class _GlooMessage:
+    """A message of gloo, which says only to who waits for it that it is over: a thread does."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.is_over = work, False
+        self.error: BaseException | None = None
+
+    def Test(self) -> bool:  # noqa: N802, as mpi4py
+        if self.error is not None:
+            raise RankFailedError(f"a message over gloo failed: {self.error}")
+        return self.is_over
+
+
+class _Edge:
+    """The group of an edge, on one of its two ranks; `arrived` is set when a message of gloo is over."""
+
+    def __init__(self, group: Any, is_gloo: bool, arrived: threading.Event) -> None:
+        self._group, self._is_gloo, self._arrived = group, is_gloo, arrived
+        self._posted: SimpleQueue[_GlooMessage | None] = SimpleQueue()
+        if is_gloo:
+            threading.Thread(target=self._wait_in_turn, name="gloo", daemon=True).start()
+
+    def send(self, tensor: Tensor) -> _Message | _GlooMessage:
+        return self._under_way(self._group.send([tensor], _DESTINATION, 0))
+
+    def receive(self, tensor: Tensor) -> _Message | _GlooMessage:
+        return self._under_way(self._group.recv([tensor], _SOURCE, 0))
+
+    def close(self) -> None:
+        self._posted.put(None)
+        self._group.shutdown()
+
+    def _under_way(self, work: Any) -> _Message | _GlooMessage:
+        if not self._is_gloo:
+            return _Message(work)
+        message = _GlooMessage(work)
+        self._posted.put(message)
+        return message
+
+    def _wait_in_turn(self) -> None:
+        while (message := self._posted.get()) is not None:
+            try:
+                message.work.wait()
+                message.is_over = True
+            except RuntimeError as error:
+                message.error = error
+            message.work = None
+            self._arrived.set()
+
+
+class GroupLinks(Links):
+    """Messages of one way, each edge over a process group of its own, in order; tags are not looked at.
+
+    What is posted to NCCL follows the work on the current stream.
+    """
+
+    max_tag = 2**62
+
+    def __init__(
+        self, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event, is_nccl: bool,
+        hang_timeout_s: float, wait_state: WaitState | None = None,
+    ) -> None:  # fmt: skip
+        # never spins over gloo: the thread that waits for a message needs Python's lock to say that it is over
+        spin_s, sleep_s = (SPIN_S, SLEEP_S) if is_nccl else (0.0, WAKE_S)
+        super().__init__(rank, hang_timeout_s, spin_s, sleep_s, wait_state)
+        self._to, self._by, self._arrived = to, by, arrived
+
+    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+        """Post a send; the tensor is kept until it has left, and `done` is called then."""
+        self._keep_sent(self._to[rank].send(tensor), tensor, done)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Request:
+        """Post a receive into a tensor, whose data may be read after `wait` for the request."""
+        request = self._by[rank].receive(tensor)
+        self._keep_received(request, tensor)
+        return request
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a message of gloo is over, which may have been before."""
+        self._arrived.wait(seconds)
+        self._arrived.clear()
+
+    def close(self) -> None:
+        """Shut the groups down."""
+        for edge in (*self._to.values(), *self._by.values()):
+            edge.close()
+
+
+class GroupSum:
+    """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
+
+    def __init__(
+        self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState | None
+    ) -> None:
+        self.size, self.sums_on_device = group.size(), is_nccl
+        self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
+        self._wait_state = wait_state or WaitState()
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a contiguous tensor over all ranks, in place.
+
+        Raises:
+            StalledError: it was not over within the hang timeout.
+        """
+        work = self._group.allreduce([tensor])
+        what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
+        self._wait_state.wait_until(work.is_completed, what, self._hang_timeout_s, SLEEP_S, who=who)
+        work.wait()
+
+    def close(self) -> None:
+        """Shut the group down."""
+        self._group.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of a rank: links of forward and of backward messages, and the sum of gradients."""
+
+    links: tuple[GroupLinks, GroupLinks]
+    gradients: GroupSum
+
+
+def open_groups(
+    backend: str,
+    comm: Comm,
+    device: torch.device,
+    placement: Placement,
+    num_replicas: int,
+    hang_timeout_s: float,
+    wait_state: WaitState | None = None,
+) -> Groups:
+    """Open the groups of every edge of this rank, and that of the copies of its stages; collective over `comm`.
+
+    Raises:
+        ConfigError: NCCL without GPUs, in a torch that lacks it, or with two ranks on one GPU.
+    """
+    if backend == NCCL:
+        _check_nccl(comm, device)
+    replica, rank = divmod(comm.rank, placement.num_ranks)
+    meeting, arrived, is_nccl = _Meeting(backend, comm), threading.Event(), backend == NCCL
+    to: tuple[dict[int, _Edge], ...] = ({}, {})
+    by: tuple[dict[int, _Edge], ...] = ({}, {})
+    for edge in edges_of(placement):  # in one order on all ranks, so that none waits for another in a circle
+        if rank in (edge.source, edge.destination):
+            is_source = rank == edge.source
+            name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
+            group = _Edge(meeting.open(name, _SOURCE if is_source else _DESTINATION, 2), not is_nccl, arrived)
+            ends, peer = (to, edge.destination) if is_source else (by, edge.source)
+            ends[edge.is_backward][peer] = group
+    forward, backward = (
+        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, wait_state) for ends in zip(to, by, strict=True)
+    )
+    peers = placement.reduce_group(rank, num_replicas)
+    same = meeting.open(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
+    meet(comm)  # all have found each other before the first rank may end, and with it the store
+    return Groups((forward, backward), GroupSum(same, comm.rank, is_nccl, hang_timeout_s, wait_state))
+
+
+def _check_nccl(comm: Comm, device: torch.device) -> None:
+    if device.type != "cuda" or not dist.is_nccl_available():
+        fault = "ranks have no GPU" if device.type != "cuda" else "this torch is built without NCCL"
+        raise ConfigError("machine.transport", NCCL, fault, "use machine.transport=mpi or gloo")
+    gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    users = [rank for rank, other in enumerate(allgather(comm, gpu)) if other == gpu]
+    if len(users) > 1:
+        raise ConfigError(
+            "machine.transport", NCCL, f"ranks {users[0]} and {users[1]} share a GPU, which NCCL refuses",
+            "use machine.transport=mpi or host, or start one rank for each GPU",
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Edges: the ordered pairs of ranks that messages of one way travel between, and the order of messages on each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gems.errors import ConfigError
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies, other_stage
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+
+BACKWARD_KINDS = frozenset((Kind.SEND_B, Kind.RECV_B))
+
+
+class Edge(NamedTuple):
+    """Messages from one rank of a pipeline to another, of activations or of gradients."""
+
+    source: int
+    destination: int
+    is_backward: bool
+
+
+def edges_of(placement: Placement) -> list[Edge]:
+    """Return the edges between the ranks of neighbouring stages, in order."""
+    found = set()
+    for direction in range(placement.num_directions):
+        for stage in range(1, placement.num_stages):
+            here = placement.rank_of(direction, stage)
+            for feeder in placement.feeders_of(stage):
+                there = placement.rank_of(direction, feeder)
+                if here != there:
+                    found |= {Edge(there, here, False), Edge(here, there, True)}
+    return sorted(found)
+
+
+def check_message_order(schedule: Schedule, transport: str) -> None:
+    """Check that each edge of a lowered list sends and receives in one order.
+
+    Process groups match messages by their order, where MPI matches them by tags.
+
+    Raises:
+        ConfigError: names the first receive that stands where another message is sent.
+    """
+    sent: dict[Edge, list[Action]] = {}
+    received: dict[Edge, list[tuple[Action, Action]]] = {}
+    for rank, action in schedule.actions():
+        if action.kind in SEND_KINDS:
+            peer = schedule.placement.rank_of(action.direction, other_stage(action))
+            sent.setdefault(Edge(rank, peer, action.kind in BACKWARD_KINDS), []).append(action)
+        elif action.kind in RECV_KINDS:
+            (send,) = dependencies(action, schedule)
+            peer = schedule.placement.rank_of(action.direction, other_stage(action))
+            received.setdefault(Edge(peer, rank, action.kind in BACKWARD_KINDS), []).append((action, send))
+    for edge, receives in sorted(received.items()):
+        for (receive, expected), send in zip(receives, sent[edge], strict=True):
+            if send != expected:
+                raise ConfigError(
+                    "machine.transport", transport,
+                    f"matches messages by their order, and rank {edge.destination} of {schedule.name} posts {receive} "
+                    f"where rank {edge.source} sends {send}",
+                    "use machine.transport=mpi or host",
+                )  # fmt: skip
