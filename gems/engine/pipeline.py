@@ -20,7 +20,7 @@ from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.ema import WeightAverage
-from gems.engine.optimization.gradients import Gradients, Sums
+from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, trained
@@ -30,7 +30,7 @@ from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.links import Links
+from gems.engine.transport.links import Links, Sums
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s

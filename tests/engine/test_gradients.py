@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.optimization.parameter_groups import NumberedLayer
+from gems.engine.optimization.staged_sum import StagedSum, needs_staging
 from gems.engine.transport.mpi import Transport
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 from tests.engine.toys import make_spec
 
 
@@ -117,3 +118,41 @@ def test_frozen_parameters_have_no_gradient_and_no_place_in_the_message(transpor
     assert module[0].weight.grad is None and module[0].bias.grad is not None
     num_trained = sum(p.numel() for p in module.parameters()) - module[0].weight.numel()
     assert gradients.num_bytes == 4 * (num_trained + 8)
+
+
+class Doubling:
+    """Stands for two ranks with the same values: a sum is in place when it is waited for, the last posted first."""
+
+    size, sums_on_device = 2, False
+
+    def __init__(self) -> None:
+        self.posted: list[Tensor] = []
+        self.waited = 0
+
+    def post_sum(self, tensor: Tensor) -> int:
+        self.posted.append(tensor)
+        return len(self.posted) - 1
+
+    def wait_sum(self, request: int) -> None:
+        self.waited += 1
+        self.posted[request].mul_(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("elements", [3, 4, 100])
+def test_a_staged_sum_takes_all_buckets_twice_in_a_row(dtype, elements):
+    values, sums = torch.arange(10, dtype=dtype, device=DEVICE), Doubling()
+    staged = StagedSum(values, sums, elements)
+    for step in (1, 2):
+        staged.run()
+        values += 1
+        assert values[-1] == {1: 19, 2: 39}[step]
+        assert sums.waited == len(sums.posted) == step * -(-10 // elements)
+    assert values.tolist() == [4.0 * value + 3 for value in range(10)]
+    assert {tensor.dtype for tensor in sums.posted} == {torch.float64 if dtype is torch.float64 else torch.float32}
+
+
+def test_what_ranks_sum_in_place_is_not_staged(transport):
+    values = torch.zeros(3, device="cpu")
+    assert not needs_staging(values, transport) and needs_staging(values.bfloat16(), transport)
+    assert needs_staging(values.to(DEVICE), transport) is ON_GPU

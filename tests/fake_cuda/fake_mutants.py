@@ -40,7 +40,7 @@ class Mutant:
 
 COPIES, STORE, STATE = "activation_store/copies.py", "activation_store/store.py", "checkpoint/state.py"
 STAGING, RECORDER, DEVICE_PY = "transport/staging.py", "supervision/recorder.py", "engine/device.py"
-LOADER = "engine/batch_loader.py"
+LOADER, SUM = "engine/batch_loader.py", "optimization/staged_sum.py"
 MUTANTS = [
     Mutant("offload", torch.cuda.Stream, "wait_stream", COPIES, "self._out.wait_stream(", "copy_out"),
     Mutant("offload", torch.cuda.Event, "record", COPIES, "end.record(self._out)", "copy_out"),
@@ -66,7 +66,9 @@ MUTANTS = [
     Mutant("checkpoints", torch.cuda.Stream, "record_event", STATE, "self._copied = self._stream", "begin"),
     Mutant("checkpoints", torch.cuda.Event, "synchronize", STATE, "self._copied.synchronize()", "host_tensors"),
     Mutant("checkpoints", torch.cuda.Stream, "wait_event", STATE, ".wait_event(self._copied)", "_wait_for_copies"),
-    Mutant("reduced_gradients", torch.Tensor, "copy_", "optimization/gradients.py", "self._staged.copy_(", "reduce"),
+    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "out.wait_stream(current)", "run"),
+    Mutant("reduced_gradients", torch.cuda.Event, "synchronize", SUM, "event.synchronize()", "run"),
+    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "current.wait_stream(back)", "run"),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]
 _wanted: dict[str, Numbers] = {}
@@ -85,8 +87,6 @@ def take_out(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> list[str]:
         if not (is_here and mutant.line in line):
             return original(*given, **named)
         left_out.append(line)
-        if mutant.method == "copy_":  # the wait is inside of the copy
-            return original(*given, non_blocking=True)
         return torch.cuda.Event() if mutant.method == "record_event" else None
 
     monkeypatch.setattr(mutant.owner, mutant.method, call)

@@ -35,7 +35,7 @@ ONE_WAY = {"item": 7, "stream": 4}
 TODAY = {
     "1f1b": ONE_WAY,
     "zb_h1": ONE_WAY,
-    "gems_master": ONE_WAY | {"item": 10, "copy to the device": 4, "copy to the host": 4},
+    "gems_master": ONE_WAY | {"item": 10, "event": 4},
     "1f1b, vdnn_all": ONE_WAY,
 }
 

@@ -151,14 +151,15 @@ def _messages(native: Any, links: Any) -> _Open:
 def _watch_mpi(native: Any, module: ModuleType) -> None:
     kind = module.Transport
     _watch_links(native, kind, "MPI")
-    total = kind.sum_in_place
+    post_sum = kind.post_sum
 
-    def watched_total(self: Any, tensor: Any) -> None:
+    def watched_sum(self: Any, tensor: Any) -> Any:
         number = _messages(native, self).begin(tensor, True, "MPI's sum")
-        total(self, tensor)
-        _messages(native, self).end(number)
+        request = post_sum(self, tensor)
+        _messages(native, self).receives[id(request)] = request, number  # whose wait ends it
+        return request
 
-    kind.sum_in_place = watched_total
+    kind.post_sum = watched_sum
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
 

@@ -1,30 +1,18 @@
-"""Gradients of a rank in one flat buffer, reduced over all copies of its stages in one message."""
+"""Gradients of a rank in one flat buffer, reduced over all copies of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gems.engine.optimization.parameter_groups import trained
+from gems.engine.optimization.staged_sum import StagedSum, needs_staging
 from gems.engine.stage import StageKey
+from gems.engine.transport.links import Sums
 
 NORM_ELEMENTS = 2**22  # of which a copy in float64 is made at a time
-
-
-class Sums(Protocol):
-    """What sums a tensor over all ranks that hold a copy of it, on a GPU too if it says so."""
-
-    size: int
-    sums_on_device: bool
-
-    def sum_in_place(self, tensor: Tensor, /) -> None:
-        """Sum a contiguous tensor over all ranks, in place; collective."""
-
-    def close(self) -> None:
-        """Give back what was opened; collective."""
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
@@ -70,14 +58,7 @@ class Gradients:
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
         self._has_copies = transport.size > 1 or bool(self._seconds)
-        self._staged: Tensor | None = None  # in which the message is summed, if not in place
-        is_summed_here = device.type == "cpu" or transport.sums_on_device
-        if not is_summed_here or dtype not in (torch.float32, torch.float64):
-            sum_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-            place = device if is_summed_here else torch.device("cpu")
-            self._staged = torch.empty(
-                self._message.shape, dtype=sum_dtype, device=place, pin_memory=not is_summed_here
-            )
+        self._staged = StagedSum(self._message, transport) if needs_staging(self._message, transport) else None
 
     @property
     def num_bytes(self) -> int:
@@ -113,9 +94,7 @@ class Gradients:
         if num_ranks > 1 and self._staged is None:
             self._transport.sum_in_place(self._message)
         elif num_ranks > 1 and self._staged is not None:
-            self._staged.copy_(self._message)
-            self._transport.sum_in_place(self._staged)
-            self._message.copy_(self._staged)
+            self._staged.run()
         at = 0
         with torch.no_grad():
             for tensors in self._statistics:

@@ -19,6 +19,28 @@ class Request(Protocol):
         """Return whether it is over, and let messages move."""
 
 
+class Sums(Protocol):
+    """What sums a contiguous tensor over `size` ranks in place; of a GPU too if it `sums_on_device`.
+
+    All ranks post the same sums in the same order.
+    """
+
+    size: int
+    sums_on_device: bool
+
+    def post_sum(self, tensor: Any, /) -> Request:
+        """Post a sum; until `wait_sum` for the request has returned the tensor may not be used."""
+
+    def wait_sum(self, request: Any, /) -> None:
+        """Wait for a posted sum."""
+
+    def sum_in_place(self, tensor: Any, /) -> None:
+        """Sum a tensor; collective."""
+
+    def close(self) -> None:
+        """Give back what was opened; collective."""
+
+
 class Links(ABC):
     """Posts sends and receives of contiguous tensors to other ranks by number, and waits for them.
 

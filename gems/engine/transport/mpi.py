@@ -134,10 +134,21 @@ class Transport(Links):
         Raises:
             TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
         """
+        self.wait_sum(self.post_sum(tensor))
+
+    def post_sum(self, tensor: Sendable) -> Request:
+        """Post the same; until `wait_sum` for the request has returned the tensor may not be used.
+
+        Raises:
+            TypeError: another type.
+        """
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in TYPES:
             raise TypeError(f"gradients are summed in float32 or float64, not {tensor.dtype}")
-        request = self.comm.Iallreduce(MPI.IN_PLACE, [_buffer(tensor), TYPES[name]], MPI.SUM)
+        return self.comm.Iallreduce(MPI.IN_PLACE, [_buffer(tensor), TYPES[name]], MPI.SUM)
+
+    def wait_sum(self, request: Request) -> None:
+        """Wait for a posted sum."""
         self.wait(request, f"the sum over {self.size} ranks")
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:

@@ -65,7 +65,7 @@ class _Meeting:
 
 
 class _Message:
-    """A message of NCCL, whose progress the device makes."""
+    """A message of NCCL or a sum, which goes on by itself."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -175,16 +175,26 @@ class GroupSum:
         self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
         self._wait_state = wait_state or WaitState()
 
-    def sum_in_place(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over all ranks, in place.
+    def post_sum(self, tensor: Tensor) -> Request:
+        """Post the sum of a contiguous tensor, in place; NCCL's follows the work on the current stream."""
+        return _Message(self._group.allreduce([tensor]))
+
+    def wait_sum(self, request: Request) -> None:
+        """Wait for a posted sum.
 
         Raises:
             StalledError: it was not over within the hang timeout.
         """
-        work = self._group.allreduce([tensor])
         what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
-        self._wait_state.wait_until(work.is_completed, what, self._hang_timeout_s, SLEEP_S, who=who)
-        work.wait()
+        self._wait_state.wait_until(request.Test, what, self._hang_timeout_s, SLEEP_S, who=who)
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a contiguous tensor over all ranks.
+
+        Raises:
+            StalledError: it was not over within the hang timeout.
+        """
+        self.wait_sum(self.post_sum(tensor))
 
     def close(self) -> None:
         """Shut the group down."""
