@@ -1,0 +1,72 @@
+"""Simulated step of a pipeline of GPUs by what carries its messages: derived, nothing here is measured.
+
+Ways: `free`, links that take no time; `device`, from GPU to GPU (NCCL, or MPI that takes device memory); `staged`,
+through pinned host memory by copies on streams of their own, as the engine does; `staged, blocking`, the same copies on
+the compute stream, for which the host waits, as it did until 2026-11. Takes Hydra overrides. Prints a table on stderr
+and JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from gems.runs.run_plan import plan_simulation
+from gems.schedule.costs import FREE, Network, StageCosts
+from gems.schedule.simulate import simulate
+from gems.simulation.costs import network_in_units, schedule_costs
+from scripts.bench.rig import Table, answered, composed, square
+
+DEFAULTS = (
+    "machine=h200 machine.link_bytes_per_s=45e9 data=synthetic cost=profile profile=fake schedule=1f1b "
+    "parallel.partitions=4 parallel.micro_batches=8 parallel.micro_batch_size=1"
+)
+MODELS = (
+    ("ResNet-110-v2", "model=resnet110_v2"), ("ResNet-50", "model=resnet50"), ("VGG-16", "model=vgg16"),
+    ("U-Net", "model=unet data.task=segmentation data.num_classes=2"),
+)  # fmt: skip
+SIDES_PX = (1024, 2048)
+
+
+def main(overrides: list[str]) -> int:
+    """Simulate each model and resolution by each way."""
+    table = Table("model:<14", "px:<6", "way:<18", "step ms=step_s:>9.1f", "over free=ratio:>10.2f")
+    rows = []
+    for name, model in MODELS:
+        for side_px in SIDES_PX:
+            steps = _steps(composed(DEFAULTS, model, square(side_px), overrides))
+            for way, step_s in steps.items():
+                row = {"model": name, "px": side_px, "way": way, "step_s": step_s, "ratio": step_s / steps["free"]}
+                rows.append(table.row(row))
+    return answered(rows, False)
+
+
+def _steps(spec: Any) -> dict[str, float]:
+    """Return the seconds of a step by way."""
+
+    def step_s(network: Network | None = None, transport: str = "nccl", blocking: bool = False) -> float:
+        plan = plan_simulation(replace(spec, machine=replace(spec.machine, transport=transport)))
+        costs = schedule_costs(plan.run, plan.schedule.placement)
+        if blocking:
+            costs = _with_copies(costs, spec)
+        return simulate(plan.schedule, costs, network or network_in_units(plan.run)).span * plan.run.cost.unit_s
+
+    return {
+        "free": step_s(FREE), "device": step_s(), "staged": step_s(transport="host"),
+        "staged, blocking": step_s(blocking=True),
+    }  # fmt: skip
+
+
+def _with_copies(costs: StageCosts, spec: Any) -> StageCosts:
+    """Return costs whose compute takes the copies of its messages too: what comes in, and what goes out."""
+    out_s, in_s = 1.0 / spec.machine.d2h_bytes_per_s, 1.0 / spec.machine.h2d_bytes_per_s
+    made = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)
+    read = (0.0, *made[:-1])
+    forward = (f + b * out_s + a * in_s for f, a, b in zip(costs.forward, read, made, strict=True))
+    backward = (i + a * out_s + b * in_s for i, a, b in zip(costs.input_grad, read, made, strict=True))
+    return replace(costs, forward=tuple(forward), input_grad=tuple(backward))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
