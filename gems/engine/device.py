@@ -102,3 +102,14 @@ class CopyIn:
         with torch.cuda.stream(self._stream):
             made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
         return Arrival(made, self._stream.record_event())
+
+    def add_piece(
+        self, piece: torch.Tensor, first: int, shape: Sequence[int], arrival: Arrival | None = None
+    ) -> Arrival:
+        """Post the copy of a piece of a tensor, from element `first` on, beside those of an earlier `arrival`."""
+        with torch.cuda.stream(self._stream):
+            made = (
+                torch.empty(tuple(shape), dtype=piece.dtype, device=self._device) if arrival is None else arrival.tensor
+            )
+            made.view(-1)[first : first + piece.numel()].copy_(piece, non_blocking=True)
+        return Arrival(made, self._stream.record_event())  # which is after the pieces before

@@ -173,6 +173,9 @@ class StageCosts:
 class Network:
     """Messages between ranks: `latency` + bytes x `per_byte`, with other figures inside a node where they are given.
 
+    Messages that are copied on their way, each byte in the times of `copies`, travel in pieces of `piece_bytes`: the
+    slowest of link and copies sets the pace, and the first piece takes all of them one after the other.
+
     With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time; between nodes it is
     all messages out of a node, and all into it, that do, and the all-reduces of its ranks with them. `first_rank` is
     the world rank of the pipeline's rank 0, which tells how its ranks lie over the nodes.
@@ -185,6 +188,8 @@ class Network:
     node_per_byte: float = 0.0
     has_contention: bool = False
     first_rank: int = 0
+    copies: tuple[float, ...] = ()
+    piece_bytes: float = 0.0
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the pipeline; where `ranks_per_node` is not given each rank has its own."""
@@ -192,9 +197,13 @@ class Network:
 
     def parts(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
         """Return latency and transmission time of a message from one rank to another."""
+        latency, per_byte = self.latency, self.per_byte
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
-            return self.node_latency, num_bytes * self.node_per_byte
-        return self.latency, num_bytes * self.per_byte
+            latency, per_byte = self.node_latency, self.node_per_byte
+        if self.copies:
+            slowest, first = max(per_byte, *self.copies), min(num_bytes, self.piece_bytes)
+            latency += first * (per_byte + sum(self.copies)) + (num_bytes - first) * slowest - num_bytes * per_byte
+        return latency, num_bytes * per_byte
 
     def lanes(self, sender: int, receiver: int) -> tuple[int, int]:
         """Return who competes for the way out and for the way in: ranks, or between nodes all ranks of a node."""
@@ -213,7 +222,8 @@ class Network:
 
     def takes_time(self, sizes: Sequence[float]) -> bool:
         """Return whether any message of these bytes takes time on any link."""
-        return bool(self.latency or self.node_latency or ((self.per_byte or self.node_per_byte) and any(sizes)))
+        per_byte = self.per_byte or self.node_per_byte or any(self.copies)
+        return bool(self.latency or self.node_latency or (per_byte and any(sizes)))
 
 
 FREE = Network()

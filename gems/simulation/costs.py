@@ -17,6 +17,8 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Pace, Simulation, rank_times, simulate
 from gems.schedule.strips import strip_costs
 
+STAGED_PIECE_BYTES = 2**22  # of a message through host memory: .1 ms on a link, and near its full rate
+
 
 def activation_cap(run: RunSpec) -> float | None:
     """Return the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
@@ -90,12 +92,13 @@ def network_in_units(run: RunSpec) -> Network:
     Messages of a GPU that go through host memory (`machine.transport=host` or gloo) are copied there and back besides.
     """
     machine, unit_s = run.machine, run.cost.unit_s
-    link, staged_s = run.cost.link / run.parallel.strips, 0.0
+    link = run.cost.link / run.parallel.strips
+    copies: tuple[float, ...] = ()
     if machine.device == "cuda" and machine.transport in ("host", GLOO):
-        staged_s = 1.0 / machine.d2h_bytes_per_s + 1.0 / machine.h2d_bytes_per_s
+        copies = 1.0 / (machine.d2h_bytes_per_s * unit_s), 1.0 / (machine.h2d_bytes_per_s * unit_s)
 
     def per_byte(bytes_per_s: float | None) -> float:
-        return (staged_s + (0.0 if bytes_per_s is None else 1.0 / bytes_per_s)) / unit_s
+        return 0.0 if bytes_per_s is None else 1.0 / bytes_per_s / unit_s
 
     return Network(
         latency=link + machine.link_latency_s / unit_s,
@@ -104,6 +107,8 @@ def network_in_units(run: RunSpec) -> Network:
         node_latency=link + machine.node_latency_s / unit_s,
         node_per_byte=per_byte(machine.node_bytes_per_s),
         has_contention=machine.contention,
+        copies=copies,
+        piece_bytes=float(STAGED_PIECE_BYTES),
     )
 
 

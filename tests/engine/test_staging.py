@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import contextmanager
 from itertools import cycle
 from types import SimpleNamespace
@@ -89,68 +90,92 @@ def log(monkeypatch):
 
 def test_host_staged_receives_are_brought_on_a_stream_of_their_own(log):
     staged = HostStaging(GPU)
-    buffer = staged.receiving(SPEC)
+    incoming = staged.receiving(SPEC)
+    (buffer,) = incoming.buffers
     assert buffer.is_ready, "nothing has used it"
     buffer.tensor.fill_(3.0)
     del log[:]
-    staged.bring(buffer)
-    assert log == ["in brings", "in records"]
-    tensor = staged.received(buffer)
-    assert log[2:] == ["compute waits for the event of in", "kept for compute"]
-    assert bool((tensor == 3).all())
-    again = staged.receiving(SPEC)
+    staged.bring(incoming, 0)
+    assert log == ["in allocates", "in copies", "in records"]
+    tensor = staged.received(incoming)
+    assert log[3:] == ["compute waits for the event of in", "kept for compute"]
+    assert tuple(tensor.shape) == SPEC.shape and bool((tensor == 3).all())
+    (again,) = staged.receiving(SPEC).buffers
     assert again is buffer and not again.is_ready, "the copy still reads it"
     other = staged.receiving(SPEC)
-    staged.bring(other)
-    other.event.is_reached = True
-    for each in (again, other):
+    staged.bring(other, 0)
+    other.buffers[0].event.is_reached = True
+    for each in (again, other.buffers[0]):
         staged._give_back(each)
-    assert staged.receiving(SPEC) is other, "the one that is ready comes first"
+    assert staged.receiving(SPEC).buffers == other.buffers, "the one that is ready comes first"
 
 
 def test_host_staged_sends_a_copy_that_is_made_after_compute_and_kept_until_it_has_left(log):
     staged = HostStaging(GPU)
-    tensor = torch.arange(6.0).reshape(3, 2).t()
-    buffer = staged.sending(tensor)
+    tensor = torch.arange(6.0).reshape(2, 3)
+    (buffer,) = staged.sending(tensor)
     assert log == ["pin", "out waits for compute", "out copies", "out records"]
     assert not buffer.is_ready and buffer.source.data_ptr() == tensor.data_ptr(), "the copy still reads it"
     buffer.event.is_reached = True
-    assert buffer.is_ready and buffer.tensor.is_contiguous() and torch.equal(buffer.tensor, tensor)
-    other = staged.sending(tensor + 10)
-    assert other is not buffer and bool((buffer.tensor == tensor).all())
+    assert buffer.is_ready and buffer.tensor.tolist() == [0, 1, 2, 3, 4, 5]
+    (other,) = staged.sending(tensor + 10)
+    assert other is not buffer and buffer.tensor.tolist() == [0, 1, 2, 3, 4, 5]
     staged.sent(buffer)
     del log[:]
-    assert staged.sending(tensor) is buffer
-    assert log[0] == "out waits for the event of out"
+    assert staged.sending(tensor) == [buffer]
+    assert log[:2] == ["out waits for compute", "out waits for the event of out"]
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 3), (4, 5), (3, 2, 5), (7, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
+def test_a_tensor_in_any_layout_travels_in_pieces_that_are_joined_as_they_come(shape, dtype):
+    staged, spec = HostStaging(GPU, piece_bytes=40), TensorSpec("x", shape, dtype)
+    made = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
+    sent = made.t().contiguous().t() if len(shape) == 2 else made
+    buffers, incoming = staged.sending(sent), staged.receiving(spec)
+    most = 40 // dtype.itemsize
+    assert len(buffers) == len(incoming.buffers) == staged.num_pieces(spec) == max(1, -(-made.numel() // most))
+    assert all(buffer.tensor.numel() == most for buffer in buffers[1:])
+    for place, (ours, theirs) in enumerate(zip(buffers, incoming.buffers, strict=True)):
+        theirs.tensor.copy_(ours.tensor)
+        staged.bring(incoming, place)
+    got = staged.received(incoming)
+    assert got.shape == made.shape and torch.equal(got, made)
 
 
 def test_direct_gives_mpi_nothing_that_the_device_still_uses(log):
     direct = Staging(GPU)
-    fresh = direct.receiving(SPEC)
+    incoming = direct.receiving(SPEC)
+    (fresh,) = incoming.buffers
     assert log == ["compute allocates", "compute records"]
     assert not fresh.is_ready, "the allocator may give memory that a kernel still reads"
-    buffer = direct.sending(torch.zeros(2))
+    (buffer,) = direct.sending(torch.zeros(2))
     assert not buffer.is_ready, "the tensor may not be computed yet"
     fresh.event.is_reached = True
-    received = direct.received(fresh)
+    received = direct.received(incoming)
     direct.release((received,))
-    again = direct.receiving(SPEC)
+    (again,) = direct.receiving(SPEC).buffers
     assert again.tensor.data_ptr() == received.data_ptr() and not again.is_ready, "a kernel may still read it"
 
 
 def test_direct_uses_given_back_buffers_again():
     direct = Staging(CPU)
-    buffer = direct.receiving(SPEC)
-    assert buffer.is_ready
-    tensor = direct.received(buffer)
+
+    def receiving(spec: TensorSpec) -> torch.Tensor:
+        (buffer,) = direct.receiving(spec).buffers
+        assert buffer.is_ready
+        return buffer.tensor
+
+    tensor = receiving(SPEC)
     leaf = tensor.detach().requires_grad_()
     direct.release((leaf,))
-    again = direct.receiving(SPEC)
-    assert again.tensor.data_ptr() == tensor.data_ptr() and not again.tensor.requires_grad
-    assert direct.receiving(SPEC).tensor.data_ptr() != tensor.data_ptr()
-    direct.release((again.tensor,))
-    assert direct.receiving(TensorSpec("x", (3, 2), torch.float32)).tensor.data_ptr() != tensor.data_ptr()
-    assert direct.receiving(TensorSpec("x", (2, 3), torch.int32)).tensor.dtype is torch.int32
+    again = receiving(SPEC)
+    assert again.data_ptr() == tensor.data_ptr() and not again.requires_grad
+    assert receiving(SPEC).data_ptr() != tensor.data_ptr()
+    direct.release((again,))
+    assert receiving(TensorSpec("x", (3, 2), torch.float32)).data_ptr() != tensor.data_ptr()
+    assert receiving(TensorSpec("x", (2, 3), torch.int32)).dtype is torch.int32
 
 
 @pytest.mark.parametrize("wanted", ["auto", "host", "mpi", "gloo"])

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _WAYS = ("send", "receive")  # by whether memory is written
+PIECE_BYTES = 1000  # no whole number of most tensors' rows
 APART = "GEMS_FAKE_GPUS_APART"  # set: each process has GPUs of its own, as NCCL asks
 DIRECT = "GEMS_FAKE_CUDA_DIRECT"  # set: this MPI takes device pointers, as the bytes are the host's
 
@@ -22,6 +23,7 @@ def watch(native: Any) -> None:
         "gems.engine.transport.mpi": lambda module: _watch_mpi(native, module),
         "gems.engine.transport.polling": _advance_in_waits,
         "gems.engine.transport.process_groups": lambda module: _watch_links(native, module.GroupLinks, "gloo"),
+        "gems.engine.transport.staging": _with_small_pieces,
         "gems.engine.activation_store.host_pool": lambda module: _watch_pinned_memory(native, module),
         "gems.engine.checkpoint.state": lambda module: _watch_checkpoint(native, module),
     }
@@ -162,6 +164,11 @@ def _watch_mpi(native: Any, module: ModuleType) -> None:
     kind.post_sum = watched_sum
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
+
+
+def _with_small_pieces(module: ModuleType) -> None:
+    """Let the small messages of tests travel in pieces too."""
+    module.HostStaging.__init__.__defaults__ = (PIECE_BYTES,)
 
 
 def _watch_pinned_memory(native: Any, module: ModuleType) -> None:

@@ -17,7 +17,7 @@ from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
 from gems.simulation.build import compute_schedule, lowered_schedule, search_schedule
-from gems.simulation.costs import activation_cap, network_in_units, schedule_costs
+from gems.simulation.costs import STAGED_PIECE_BYTES, activation_cap, network_in_units, schedule_costs
 
 
 def spec_of(
@@ -95,6 +95,8 @@ class TestCosts:
         ]
         staged, direct, of_processors = (network.delay(0, 1, 1e6) for network in networks)
         assert direct == of_processors and staged == pytest.approx(direct * (1 + 0.5 + 0.25))
+        pieces = networks[0].delay(0, 1, 10 * STAGED_PIECE_BYTES)
+        assert pieces == pytest.approx((1.75 + 9 * 1) * STAGED_PIECE_BYTES / 1e6), "the link is the slowest of three"
 
     def test_gradients_of_copies_and_replicas_are_summed_in_a_ring(self) -> None:
         cost = CostConfig(unit_s=0.001, param_bytes=3000)

@@ -15,7 +15,7 @@ import torch
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links
 from gems.engine.transport.message_tags import MessageTags
-from gems.engine.transport.staging import Buffer, Staging
+from gems.engine.transport.staging import Buffer, Incoming, Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import boundary_of
@@ -38,12 +38,16 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Receive:
-    """A receive under way, with a request for each of its buffers that was posted."""
+    """A receive under way, with a request for each of its buffers that was posted.
 
-    buffers: list[Buffer]
+    The first `num_brought` of them are on their way to the device.
+    """
+
+    tensors: list[Incoming]
+    places: list[tuple[Incoming, int]]  # of the buffers, tensor by tensor
     requests: list[Any]
     posted_ns: int
-    is_brought: bool = False
+    num_brought: int = 0
 
 
 class P2PChannels:
@@ -76,7 +80,7 @@ class P2PChannels:
         self._recorder = recorder
         self._receives: dict[Action, _Receive] = {}
         self._unposted: dict[tuple[int, Kind], deque[tuple[Buffer, Callable[[], None]]]] = {}
-        size = max((len(boundary) for boundary in boundaries), default=1)
+        size = max((sum(map(staging.num_pieces, boundary)) for boundary in boundaries), default=1)
         tags = MessageTags(schedule, size, links[0].max_tag)
         self._transfers: dict[Action, _Transfer] = {}
         for action in schedule.rows[rank]:
@@ -87,35 +91,37 @@ class P2PChannels:
                 if is_backward:
                     specs = with_gradient(specs)
                 num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-                peer, numbers = tags.peer(action), tags.tags(action, len(specs))
+                peer, numbers = tags.peer(action), tags.tags(action, sum(map(staging.num_pieces, specs)))
                 self._transfers[action] = _Transfer(links[is_backward], peer, specs, numbers, num_bytes)
 
     def post_receive(self, action: Action) -> None:
         """Post the buffers of a RECV_F or RECV_B."""
         transfer = self._transfers[action]
         posted_ns = time.perf_counter_ns()
-        buffers = [self._staging.receiving(spec) for spec in transfer.specs]
-        receive = self._receives[action] = _Receive(buffers, [None] * len(buffers), posted_ns)
+        tensors = [self._staging.receiving(spec) for spec in transfer.specs]
+        places = [(tensor, place) for tensor in tensors for place in range(len(tensor.buffers))]
+        receive = self._receives[action] = _Receive(tensors, places, [None] * len(places), posted_ns)
         self._recorder.count_bytes(transfer.num_bytes)
-        for place, buffer in enumerate(buffers):
-            self._post_when_ready(action, buffer, partial(self._give_to_receive, transfer, receive, place))
+        for number, (tensor, place) in enumerate(places):
+            buffer = tensor.buffers[place]
+            self._post_when_ready(action, buffer, partial(self._give_to_receive, transfer, receive, number, buffer))
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors, on the rank's device."""
         transfer, receive = self._transfers[action], self._receives.pop(action)
         if None in receive.requests:
             transfer.links.wait_until(lambda: None not in receive.requests, action, self._post_ready)
-        for request in receive.requests:
+        for number, request in enumerate(receive.requests):
             transfer.links.wait(request, action, self._post_ready)
-        if not receive.is_brought:
-            self._bring(receive)
+            if number == receive.num_brought:
+                self._bring_next(receive)
         self._recorder.transfer(action, receive.posted_ns, transfer.num_bytes)
-        return tuple(map(self._staging.received, receive.buffers))
+        return tuple(map(self._staging.received, receive.tensors))
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
         transfer = self._transfers[action]
-        left, posted_ns = len(tensors), time.perf_counter_ns()
+        left, posted_ns = len(transfer.tags), time.perf_counter_ns()
 
         def begin(buffer: Buffer, tag: int) -> None:
             nonlocal posted_ns
@@ -123,7 +129,7 @@ class P2PChannels:
             buffer.source = None
             transfer.links.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
 
-        def end(buffer: Buffer) -> None:  # of one tensor; the last one ends the transfer
+        def end(buffer: Buffer) -> None:  # of one piece; the last one ends the transfer
             nonlocal left
             self._staging.sent(buffer)
             left -= 1
@@ -135,10 +141,10 @@ class P2PChannels:
             self._recorder.transfer(action, posted_ns, transfer.num_bytes)
 
         self._recorder.count_bytes(transfer.num_bytes)
-        for tensor, tag in zip(tensors, transfer.tags, strict=True):
-            buffer = self._staging.sending(tensor)
+        buffers = [buffer for tensor in tensors for buffer in self._staging.sending(tensor)]
+        for buffer, tag in zip(buffers, transfer.tags, strict=True):
             self._post_when_ready(action, buffer, partial(begin, buffer, tag))
-        if not tensors:
+        if not buffers:
             end_transfer()
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -162,8 +168,10 @@ class P2PChannels:
         if not self._staging.is_direct:
             for action, receive in self._receives.items():
                 is_complete = self._transfers[action].links.is_complete
-                if not receive.is_brought and all(each is not None and is_complete(each) for each in receive.requests):
-                    self._bring(receive)
+                for request in receive.requests[receive.num_brought :]:
+                    if request is None or not is_complete(request):
+                        break
+                    self._bring_next(receive)
 
     def post_all(self) -> None:
         """Wait until links have all messages that were posted, for a wait that does not poll for them."""
@@ -191,14 +199,12 @@ class P2PChannels:
             if not waiting:
                 del self._unposted[edge]
 
-    def _give_to_receive(self, transfer: _Transfer, receive: _Receive, place: int) -> None:
-        buffer, tag = receive.buffers[place].tensor, transfer.tags[place]
-        receive.requests[place] = transfer.links.receive(buffer, transfer.peer, tag)
+    def _give_to_receive(self, transfer: _Transfer, receive: _Receive, number: int, buffer: Buffer) -> None:
+        receive.requests[number] = transfer.links.receive(buffer.tensor, transfer.peer, transfer.tags[number])
 
-    def _bring(self, receive: _Receive) -> None:
-        for buffer in receive.buffers:
-            self._staging.bring(buffer)
-        receive.is_brought = True
+    def _bring_next(self, receive: _Receive) -> None:
+        self._staging.bring(*receive.places[receive.num_brought])
+        receive.num_brought += 1
 
 
 def with_gradient(boundary: Boundary) -> Boundary:

@@ -6,6 +6,7 @@ The host waits for no stream: a buffer says by an event from when on links may u
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
+from gems.simulation.costs import STAGED_PIECE_BYTES
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _log = logging.getLogger(__name__)
@@ -26,18 +28,26 @@ _log = logging.getLogger(__name__)
 class Buffer:
     """Contiguous memory of a message, which is the device's, or the links' once an event has been reached.
 
-    If that is other memory than the device's, `source` is what it is copied from, `arrival` what is copied from it.
+    If that is other memory than the device's, `source` is what it is copied from.
     """
 
     tensor: torch.Tensor
     event: torch.cuda.Event | None = None
     source: torch.Tensor | None = None
-    arrival: Arrival | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether links may use it now."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A tensor that is received in buffers, each a piece of it; `arrival` is what they are copied to, if they are."""
+
+    spec: TensorSpec
+    buffers: list[Buffer]
+    arrival: Arrival | None = None
 
 
 class Staging:
@@ -49,20 +59,24 @@ class Staging:
         self._device = device
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
-    def receiving(self, spec: TensorSpec) -> Buffer:
-        """Return a buffer to receive into."""
-        return self._borrow(spec.shape, spec.dtype)
+    def num_pieces(self, spec: TensorSpec) -> int:
+        """Return in how many pieces a tensor travels."""
+        return 1
 
-    def bring(self, buffer: Buffer) -> None:
-        """Begin to bring what has arrived in a buffer to the device."""
+    def receiving(self, spec: TensorSpec) -> Incoming:
+        """Return buffers to receive a tensor into."""
+        return Incoming(spec, [self._borrow(spec.shape, spec.dtype)])
 
-    def received(self, buffer: Buffer) -> torch.Tensor:
-        """Return what `bring` was called for, for the current stream."""
-        return buffer.tensor
+    def bring(self, incoming: Incoming, place: int) -> None:
+        """Begin to bring the piece that has arrived in a buffer to the device."""
 
-    def sending(self, tensor: torch.Tensor) -> Buffer:
-        """Return a buffer with the tensor's data, to be sent."""
-        return Buffer(tensor.detach().contiguous(), self._now())
+    def received(self, incoming: Incoming) -> torch.Tensor:
+        """Return a tensor whose pieces `bring` was called for, for the current stream."""
+        return incoming.buffers[0].tensor
+
+    def sending(self, tensor: torch.Tensor) -> list[Buffer]:
+        """Return buffers with the pieces of a tensor, to be sent."""
+        return [Buffer(tensor.detach().contiguous(), self._now())]
 
     def sent(self, buffer: Buffer) -> None:
         """Take back a buffer that has left."""
@@ -105,38 +119,61 @@ class StreamStaging(Staging):
 
 
 class HostStaging(Staging):
-    """Stages a GPU's messages through pinned host memory, which all links take; copies have streams of their own."""
+    """Stages a GPU's messages through pinned host memory, which all links take; copies have streams of their own.
+
+    A tensor travels in pieces, so that one is copied while others are on the link.
+    """
 
     is_direct = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, piece_bytes: int = STAGED_PIECE_BYTES) -> None:
         super().__init__(device)
+        self._piece_bytes = piece_bytes
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in = CopyIn(device)
 
-    def bring(self, buffer: Buffer) -> None:
-        """Post the copy of what has arrived in a buffer to the device."""
-        buffer.arrival = self._in.begin(buffer.tensor)
-        buffer.event = buffer.arrival.event
+    def num_pieces(self, spec: TensorSpec) -> int:
+        """Return in how many pieces a tensor travels."""
+        return len(self._pieces(spec.shape, spec.dtype))
 
-    def received(self, buffer: Buffer) -> torch.Tensor:
-        """Return what was brought; the current stream waits for it, and the buffer is given back."""
-        arrival, buffer.arrival = buffer.arrival, None
-        assert arrival is not None
-        self._give_back(buffer)
-        return arrival.take()
+    def receiving(self, spec: TensorSpec) -> Incoming:
+        """Return buffers to receive a tensor into."""
+        return Incoming(spec, [self._borrow((size,), spec.dtype) for size in self._pieces(spec.shape, spec.dtype)])
 
-    def sending(self, tensor: torch.Tensor) -> Buffer:
-        """Post the copy of a tensor to a buffer, after the compute that was posted before."""
-        buffer = self._borrow(tensor.shape, tensor.dtype)
-        if buffer.event is not None:
-            self._out.wait_event(buffer.event)
+    def bring(self, incoming: Incoming, place: int) -> None:
+        """Post the copy of the piece that has arrived in a buffer to the device."""
+        buffer = incoming.buffers[place]
+        first = sum(each.tensor.numel() for each in incoming.buffers[:place])
+        incoming.arrival = self._in.add_piece(buffer.tensor, first, incoming.spec.shape, incoming.arrival)
+        buffer.event = incoming.arrival.event
+
+    def received(self, incoming: Incoming) -> torch.Tensor:
+        """Return what was brought; the current stream waits for it, and the buffers are given back."""
+        assert incoming.arrival is not None
+        for buffer in incoming.buffers:
+            self._give_back(buffer)
+        return incoming.arrival.take()
+
+    def sending(self, tensor: torch.Tensor) -> list[Buffer]:
+        """Post the copies of a tensor's pieces to buffers, after the compute that was posted before."""
+        source = tensor.detach().contiguous().view(-1)
+        sizes = self._pieces(source.shape, source.dtype)
+        buffers = [self._borrow((size,), source.dtype) for size in sizes]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            buffer.source = tensor.detach()  # which is held until the copy has ended
-            buffer.tensor.copy_(buffer.source, non_blocking=True)
-            buffer.event = self._now()
-        return buffer
+        for buffer, piece in zip(buffers, torch.split(source, sizes), strict=True):
+            if buffer.event is not None:
+                self._out.wait_event(buffer.event)
+            with torch.cuda.stream(self._out):
+                buffer.source = piece  # which is held until the copy has ended
+                buffer.tensor.copy_(piece, non_blocking=True)
+                buffer.event = self._now()
+        return buffers
+
+    def _pieces(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """Return the elements of each piece, of which the first is the smallest, so that all others are alike."""
+        size, most = math.prod(shape), max(1, self._piece_bytes // dtype.itemsize)
+        rest = size % most
+        return ([rest] if rest or not size else []) + [most] * (size // most)
 
     def sent(self, buffer: Buffer) -> None:
         """Give back a buffer that has left."""
