@@ -195,7 +195,7 @@ def build_pipeline(
         spec.train, modules, gradients, optimizer, control, rank, parallel.partitions, replica,
         LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)), average,
     )  # fmt: skip
-    recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
+    recorder.weights.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
         host_bytes = spec.machine.host_bytes

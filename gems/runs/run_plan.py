@@ -227,16 +227,22 @@ def predict(plan: RunPlan) -> Prediction:
     return predict_schedule(plan.run, plan.schedule) if plan.memory is None else predict_outcome(plan.run, plan.memory)
 
 
-def predict_peak(plan: RunPlan) -> Peak | None:
-    """Return the peak bytes of a planned run, None if it has no profile."""
+def predict_peaks(plan: RunPlan) -> tuple[int, ...] | None:
+    """Return the peak bytes on the device of each rank of a pipeline, None if the planned run has no profile."""
     if plan.held is not None:
-        rank = plan.held.fullest_rank
-        return Peak(rank, plan.held.peak_bytes[rank], node_host_bytes(plan.spec, plan.held.host_bytes))
+        return plan.held.peak_bytes
     if plan.profile is None:
         return None
-    peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
-    rank = peaks.index(max(peaks))
-    return Peak(rank, peaks[rank], 0)
+    return partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
+
+
+def predict_peak(plan: RunPlan) -> Peak | None:
+    """Return the peak bytes of a planned run, None if it has no profile."""
+    peaks = predict_peaks(plan)
+    if peaks is None:
+        return None
+    rank, host_bytes = peaks.index(max(peaks)), (0,) if plan.held is None else plan.held.host_bytes
+    return Peak(rank, peaks[rank], node_host_bytes(plan.spec, host_bytes))
 
 
 def predict_steps_s(plan: RunPlan) -> float | None:
