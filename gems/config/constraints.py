@@ -10,7 +10,8 @@ from pathlib import Path
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
 from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
-from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
+from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RunSpec
+from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError, one_of
 from gems.schedule import CAPPED, FAMILIES, PLACED
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
