@@ -32,6 +32,10 @@ class TrainConfig:
         "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
         "under autocast, messages in the low type",
     )  # fmt: skip
+    compile: bool = flag(
+        False, "run each layer through torch.compile, whose kernels keep other tensors than predictions count; for "
+        "schedules with a whole backward, without memory policy, strips and 16 bits",
+    )  # fmt: skip
     evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
     validate_steps: int | None = number(None, "steps between validations; null: only at the end", min=1)
     validate_epochs: int | None = number(None, "epochs between validations", min=1)

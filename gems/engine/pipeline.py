@@ -25,7 +25,7 @@ from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, trained
 from gems.engine.optimization.update import Update
-from gems.engine.stage import Stage, StageKey
+from gems.engine.stage import CompiledStage, Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
@@ -175,8 +175,10 @@ def build_pipeline(
     channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
+    compiles = spec.train.compile and trains
+    open_stage = partial(CompiledStage, device=device, is_drawing=draws.is_drawing) if compiles else Stage
     stages: dict[StageKey, Stage] = {
-        key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
+        key: open_stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
     }
     if in_strips is not None:
         seeds = {key: draws_in(of_stage, draws) for key, of_stage in named.items()}

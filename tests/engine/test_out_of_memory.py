@@ -90,8 +90,11 @@ def test_a_policy_in_use_is_not_advised_again(tmp_path):
     assert "the rank was outside of a step" in told.describe()
 
 
-def test_without_a_profile_no_peak_was_predicted(tmp_path):
-    folder = prepare(make_spec("1f1b", 1, runs_dir=str(tmp_path)))
+@pytest.mark.parametrize(
+    ("partitions", "changes"), [(1, {}), (2, {"partition__name": "exact", "train__compile": True})]
+)
+def test_without_a_profile_or_of_compiled_layers_no_peak_was_predicted(tmp_path, partitions, changes):
+    folder = prepare(make_spec("1f1b", partitions, runs_dir=str(tmp_path), **changes))
     told = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."), folder, 0)
     assert told is not None and (told.predicted_peak_bytes, told.asked_bytes) == (None, None)
     assert "no peak was predicted" in told.describe()

@@ -77,7 +77,7 @@ class OutOfMemory:
             total = format_bytes(sum(state.counted_bytes.values()))
             parts.append(f"the rank counts {total}" + (f": {kinds}" if kinds else ""))
         if self.predicted_peak_bytes is None:
-            parts.append("no peak was predicted, since the run needed no profile")
+            parts.append("no peak was predicted")
         else:
             parts.append(f"the predicted peak is {format_bytes(self.predicted_peak_bytes)}")
         return "; ".join(parts)
