@@ -312,6 +312,7 @@ class MachineConfig:
     deterministic: bool = flag(False, "let a GPU compute the same bits in each run; what has no such kernel fails")
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels for each shape once, and take the fastest")
     tf32: bool | None = flag(None, "round float32 convolutions and products to TF32; null: as torch, convolutions only")
+    channels_last: bool = flag(False, "keep images, maps and weights in torch.channels_last, between ranks too")
     transport: str = choice("auto", TRANSPORTS, "memory that messages are sent from; auto: the GPU's if MPI can")
     link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
     link_bytes_per_s: float | None = number(

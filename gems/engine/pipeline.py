@@ -30,6 +30,7 @@ from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.memory_format import ChannelsLast
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
@@ -168,11 +169,15 @@ def build_pipeline(
         for direction in range(placement.num_directions)
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
+    if spec.machine.channels_last:
+        for of_stage in modules.values():
+            of_stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
     in_strips = find_forms(spec, stage_modules, modules, precision, trains) if schedule.num_strips > 1 else None
     output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
-    channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
+    open_channels = ChannelsLast if spec.machine.channels_last else P2PChannels
+    channels = open_channels(schedule, rank, output_specs, transports, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
     compiles = spec.train.compile and trains
@@ -226,7 +231,12 @@ def build_pipeline(
     num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / strips))
     forward = validate(lower(forward_only(placement, num_at_once, strips)))
     evaluate = Executor(
-        forward, rank, evaluated, P2PChannels(forward, rank, specs, transports, staging, recorder), recorder, heartbeat
+        forward,
+        rank,
+        evaluated,
+        open_channels(forward, rank, specs, transports, staging, recorder),
+        recorder,
+        heartbeat,
     )
     seed_generators(device, spec.seed, replica, rank)
     start_up.end()
