@@ -102,6 +102,7 @@ class CopyIn:
     ) -> Arrival:
         """Post the copy of a tensor, there perhaps of another type or memory format."""
         with torch.cuda.stream(self._stream):
-            arrived = tensor.to(self._device, non_blocking=True)
-            made = arrived.to(dtype or tensor.dtype, memory_format=memory_format)
+            made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
+            if memory_format is not torch.preserve_format:
+                made = made.contiguous(memory_format=memory_format)
         return Arrival(made, self._stream.record_event())
