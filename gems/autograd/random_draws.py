@@ -32,7 +32,7 @@ class RandomDraws:
         """Take whether modules of a layer are named by paths in the whole network, as those of a user's own are."""
         self._seed, self._has_paths = seed, has_paths
         self._now = (0, 0)
-        self._watched: set[nn.Module] = set()
+        self._watched: dict[nn.Module, _Stream] = {}
 
     def watch(self, layer: str, root: nn.Module) -> None:
         """Watch the modules of a layer that draw, or may: those that are not torch's, until one has run without."""
@@ -40,8 +40,13 @@ class RandomDraws:
             is_known = draws_numbers(module)
             if module in self._watched or (type(module).__module__.startswith("torch.") and not is_known):
                 continue
-            self._watched.add(module)
-            _Stream(self, zlib.crc32(self.name_of(layer, path).encode()), is_known).attach(module)
+            self._watched[module] = _Stream(self, zlib.crc32(self.name_of(layer, path).encode()), is_known)
+            self._watched[module].attach(module)
+
+    def is_drawing(self, layer: nn.Module) -> bool:
+        """Return whether a module of a layer draws random numbers, or has not run yet and may."""
+        streams = (self._watched.get(module) for module in layer.modules())
+        return any(stream is not None and stream.is_attached for stream in streams)
 
     def name_of(self, layer: str, path: str) -> str:
         """Return the name of the stream of a module, which has a path in its layer."""
@@ -57,10 +62,15 @@ class RandomDraws:
 
 
 class _Stream:
-    """The random numbers of one module; hooks that are removed if a first forward draws none, unless it `is_known`."""
+    """The random numbers of one module; hooks that are removed if a first forward draws none, unless it `is_known`.
+
+    Attributes:
+        is_attached: whether the hooks are there.
+    """
 
     def __init__(self, draws: RandomDraws, name: int, is_known: bool) -> None:
         self._draws, self._name, self._is_known = draws, name, is_known
+        self.is_attached = True
         self._outer: list[list[tuple[torch.Generator, Tensor]]] = []
 
     def attach(self, module: nn.Module) -> None:
@@ -88,5 +98,6 @@ class _Stream:
             generator.set_state(state)
         self._is_known = has_drawn
         if not has_drawn:
+            self.is_attached = False
             for hook in self._hooks:
                 hook.remove()

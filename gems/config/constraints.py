@@ -10,16 +10,8 @@ from pathlib import Path
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
 from gems.config.recipe import METRICS
 from gems.config.registries import POLICIES
-from gems.config.schema import (
-    MAX_FORWARDS,
-    MAX_WORLD,
-    NCCL,
-    ORDERED_TRANSPORTS,
-    RESUME_AUTO,
-    RESUME_FORCE,
-    RESUME_NEVER,
-    RunSpec,
-)  # fmt: skip
+from gems.config.schema import MAX_FORWARDS, MAX_WORLD, NCCL, ORDERED_TRANSPORTS, RunSpec
+from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError, one_of
 from gems.schedule import CAPPED, FAMILIES, PLACED
 from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS

@@ -10,7 +10,8 @@ from typing import Any
 from gems.config.constraints import check_constraints
 from gems.config.fields import check_fields, keys
 from gems.config.registries import DATASETS, RESOLVERS
-from gems.config.schema import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, ParallelConfig, RunSpec
+from gems.config.schema import ParallelConfig, RunSpec
+from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 from gems.utils.registry import load_plugins, plugin_folder

@@ -12,12 +12,13 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text, with_new_names
-from gems.config.recipe import LOGGERS, TASKS
+from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
 from gems.config.recipe import LrSchedulerConfig as LrSchedulerConfig
 from gems.config.recipe import OptimizerConfig as OptimizerConfig
 from gems.config.registries import METHODS, POLICIES
+from gems.config.training import TrainConfig as TrainConfig
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 LAYOUTS = ("auto", "chw", "hwc")
@@ -25,23 +26,12 @@ NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
 RECOMPUTES = ("stage", "segment", "selective", "strip")
 RECLAIMS = ("first", "size")
 OBJECTIVES = ("auto", "peak_bytes", "rank_time", "time")
-# What parameters are kept in, and what layers compute in, by train.precision.
-PRECISIONS = {
-    "float32": ("float32", "float32"),
-    "float64": ("float64", "float64"),
-    "bf16_pure": ("bfloat16", "bfloat16"),
-    "bf16_mixed": ("float32", "bfloat16"),
-    "fp16_mixed": ("float32", "float16"),
-}
-ON_NONFINITE = ("stop", "skip", "ignore")
 DEVICES = ("auto", "cpu", "cuda")
 ORDERED_TRANSPORTS = NCCL, GLOO = "nccl", "gloo"  # which match messages by their order
 TRANSPORTS = ("auto", "mpi", "host", *ORDERED_TRANSPORTS)
-LOG_LEVELS = ("debug", "info", "warning", "error")
 COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
-RESUME_AUTO, RESUME_NEVER, RESUME_FORCE = "auto", "never", "force"
 MAX_WORLD = 2**20
 # F actions of a step: a schedule of so many is made and validated within minutes.
 MAX_FORWARDS = 2**19
@@ -49,7 +39,6 @@ MAX_LAYERS = 10**5
 MAX_STRIPS = 2**12
 MAX_SIDE = 2**20
 MAX_COUNT = 2**31 - 1
-MAX_STEPS = 10**12
 # Linux's limits, with room for what a run adds to its name and folder.
 MAX_NAME_BYTES, MAX_PART_BYTES, MAX_PATH_BYTES = 200, 255, 3000
 NAME = f"must be a folder's name: printable, at most {MAX_NAME_BYTES} bytes, without '/', not starting with '.'"
@@ -324,6 +313,7 @@ class MachineConfig:
     deterministic: bool = flag(False, "let a GPU compute the same bits in each run; what has no such kernel fails")
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels for each shape once, and take the fastest")
     tf32: bool | None = flag(None, "round float32 convolutions and products to TF32; null: as torch, convolutions only")
+    channels_last: bool = flag(False, "keep images, maps and weights in torch.channels_last, between ranks too")
     transport: str = choice("auto", TRANSPORTS, "what carries messages; auto: MPI, from a GPU's memory if it can")
     link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
     link_bytes_per_s: float | None = number(
@@ -352,85 +342,6 @@ class MachineConfig:
     pace_pass_s: float = number(0.0, "host time of each layer's pass beside, with machine.pace_factor", in_run_id=False)
     calibrated_from: str | None = text(None, "what the figures were measured on")
     held_out_error: float | None = number(None, "median error of step times predicted for runs not used to calibrate")
-
-
-@dataclass(slots=True)
-class TrainConfig:
-    """The training loop, its checkpoints and its log."""
-
-    steps: int = number(100, "optimizer steps of the run", min=1, max=MAX_STEPS)
-    epochs: float | None = number(
-        None, "epochs of the run, before train.steps: as many whole steps as they have samples", above=0
-    )  # fmt: skip
-    precision: str = choice(
-        "float32", PRECISIONS, "types of parameters and activations; mixed: float32 parameters and optimizer, layers "
-        "under autocast, messages in the low type",
-    )  # fmt: skip
-    evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
-    validate_steps: int | None = number(None, "steps between validations; null: only at the end", min=1)
-    validate_epochs: int | None = number(None, "epochs between validations", min=1)
-    monitor: str | None = text(
-        None, "validation metric whose best weights are kept, such as accuracy or loss (lower is better); null: none"
-    )
-    min_improvement: float = number(0.0, "by how much train.monitor must improve to count as better")
-    patience: int | None = number(
-        None, "validations in a row without a better train.monitor after which training ends; null: none", min=1
-    )
-    hang_timeout_s: float = number(
-        600.0, "seconds after which an action, or a wait without progress, is a hang", above=0
-    )
-    sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
-    initial_checkpoint: str | None = text(
-        None, "weights to start from: a state dict (.pt, .pth, .safetensors), or the folder of a run or of weights"
-    )
-    initial_prefix: str | None = text(
-        None, "prefix of the names in train.initial_checkpoint that the model's lack, such as module.; null: found"
-    )
-    initial_strict: bool = flag(True, "refuse weights that lack a tensor of the model, or have others")
-    initial_new: list[str] = text(
-        [], "parameters drawn anew, whatever train.initial_checkpoint has: patterns, such as fc.* for a new head"
-    )
-    checkpoint_steps: int | None = number(None, "steps between whole checkpoints; null: none", min=1, in_run_id=False)
-    checkpoint_s: float | None = number(
-        None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",
-        above=0, in_run_id=False,
-    )  # fmt: skip
-    keep_checkpoints: int = number(2, "newest checkpoints that stay", min=1, in_run_id=False)
-    max_grad_norm: float | None = number(
-        None, "norm of the gradients of all stages to which larger ones are scaled; null: none", above=0
-    )  # fmt: skip
-    ema_decay: float | None = number(
-        None, "decay of a moving average of the weights, which evaluation uses; null: none", above=0, max=1
-    )
-    on_nonfinite: str = choice(
-        "stop", ON_NONFINITE, "what a loss or gradient that is not finite does: stop the run (exit code 4), skip the "
-        "optimizer's step, or nothing",
-    )  # fmt: skip
-    resume: str = text(
-        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder (force: also if your code "
-        "has changed), at the first step, or at the newest checkpoint of another folder",
-        accepts=lambda word: word and word.isprintable(),
-        form="must be auto, force, never, or the folder of a run or a checkpoint",
-    )  # fmt: skip
-    loggers: list[str] = choice(
-        [], LOGGERS, "trackers that get the figures of each step, beside metrics.csv", in_run_id=False
-    )
-    log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)
-
-    @property
-    def dtype(self) -> str:
-        """Type of the parameters, and of activations unless layers run under autocast."""
-        return PRECISIONS[self.precision][0]
-
-    @property
-    def compute_dtype(self) -> str:
-        """Type in which layers compute, and of the messages between stages."""
-        return PRECISIONS[self.precision][1]
-
-    @property
-    def layer_dtype(self) -> str:
-        """The one type of parameters and computation, or the name of a mixed precision; what a profile is of."""
-        return self.dtype if self.dtype == self.compute_dtype else self.precision
 
 
 @dataclass(slots=True)

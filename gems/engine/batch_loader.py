@@ -162,7 +162,11 @@ class BatchLoader:
         return workers
 
     def _typed(self, images: Tensor) -> Tensor:
-        return images.to(self._dtype) if images.is_floating_point() else images
+        return images.to(self._dtype, memory_format=self._format(images)) if images.is_floating_point() else images
+
+    def _format(self, images: Tensor) -> torch.memory_format:
+        is_last = self._spec.machine.channels_last and images.dim() == 4
+        return torch.channels_last if is_last else torch.preserve_format
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a batch whose images are typed, on a GPU as they arrive there."""
@@ -172,7 +176,8 @@ class BatchLoader:
             return replace(batch, images=images, rows=None if rows is None else lambda n: self._typed(rows(n)))
 
         def begin(images: Tensor) -> Arrival:
-            return copies.begin(images, self._dtype if images.is_floating_point() else images.dtype)
+            dtype = self._dtype if images.is_floating_point() else images.dtype
+            return copies.begin(images, dtype, self._format(images))
 
         labels = {m: copies.begin(labels) for m, labels in batch.labels.items()}
         arrivals = {m: begin(images) for m, images in batch.images.items()}

@@ -97,10 +97,17 @@ class CopyIn:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def begin(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Arrival:
-        """Post the copy of a tensor, there perhaps of another type."""
+    def begin(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> Arrival:
+        """Post the copy of a tensor, there perhaps of another type or memory format."""
         with torch.cuda.stream(self._stream):
             made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
+            if memory_format is not torch.preserve_format:
+                made = made.contiguous(memory_format=memory_format)
         return Arrival(made, self._stream.record_event())
 
     def add_piece(

@@ -17,7 +17,8 @@ from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.metrics import LossSums, Metric
 from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, Stage, StageKey
-from gems.engine.supervision.recorder import MemoryCounter, Recorder
+from gems.engine.supervision.out_of_memory import note_memory
+from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import copy_shared, open_router
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.models.build import as_tuple
@@ -87,7 +88,11 @@ class Executor:
         self._update, self._draws = update, draws
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
-        self.activations = MemoryCounter(recorder.count_bytes) if segments is None else segments.store.activations
+        if segments is not None:
+            self.activations = segments.store.activations
+        else:
+            self.activations = recorder.open_counter("activations")
+        self._samples = recorder.open_counter("samples")
         self.router = open_router(schedule, rank, channels, recorder)
         actions = schedule.rows[rank]
         for key in {(action.direction, action.stage) for action in actions if action.kind is Kind.I}:
@@ -129,16 +134,16 @@ class Executor:
         if self._update is not None:
             self._update.begin()
         maps = [labels for labels in batch.labels.values() if labels.ndim > 2]
-        batch_bytes = tensor_bytes([*batch.images.values(), *maps])
-        self._recorder.count_bytes(batch_bytes)
+        self._samples.set_bytes(tensor_bytes([*batch.images.values(), *maps]))
         try:
             self._loop.run(step)
             self._channels.drain()
-        except BaseException:
+        except BaseException as error:
+            note_memory(error, self._recorder)
             self._reset()
             raise
         finally:
-            self._recorder.count_bytes(-batch_bytes)
+            self._samples.set_bytes(0)
         return self._sums.read()
 
     def _forward(self, action: Action) -> None:

@@ -25,12 +25,13 @@ from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, trained
 from gems.engine.optimization.update import Update
-from gems.engine.stage import Stage, StageKey
+from gems.engine.stage import CompiledStage, Stage, StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.step_loop import check_ranks
 from gems.engine.strips.build import draws_in, find_evaluation_forms, find_forms
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links, Sums
+from gems.engine.transport.memory_format import ChannelsLast
 from gems.engine.transport.mpi import Comm, Transport, allgather, broadcast, ranks_here
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
@@ -179,15 +180,21 @@ def build_pipeline(
         for direction in range(placement.num_directions)
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
+    if spec.machine.channels_last:
+        for of_stage in modules.values():
+            of_stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     layers = [layer for key in modules for layer in stage_modules.numbered(key[1], modules[key])]
     _freeze(spec, comm, layers)
     in_strips = find_forms(spec, stage_modules, modules, precision, trains) if schedule.num_strips > 1 else None
     output_specs = stage_modules.output_specs(spec, precision) if in_strips is None else in_strips.specs
-    channels = P2PChannels(schedule, rank, output_specs, links, staging, recorder)
+    open_channels = ChannelsLast if spec.machine.channels_last else P2PChannels
+    channels = open_channels(schedule, rank, output_specs, links, staging, recorder)
     draws = RandomDraws(spec.seed, spec.model.target is not None)
     named = {key: list(zip(stage_modules.layer_names(key[1]), modules[key], strict=True)) for key in modules}
+    compiles = spec.train.compile and trains
+    open_stage = partial(CompiledStage, device=device, is_drawing=draws.is_drawing) if compiles else Stage
     stages: dict[StageKey, Stage] = {
-        key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
+        key: open_stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()
     }
     if in_strips is not None:
         seeds = {key: draws_in(of_stage, draws) for key, of_stage in named.items()}
@@ -205,7 +212,7 @@ def build_pipeline(
         spec.train, modules, gradients, optimizer, control, rank, parallel.partitions, replica,
         LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)), average,
     )  # fmt: skip
-    recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
+    recorder.weights.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
         host_bytes = spec.machine.host_bytes
@@ -234,7 +241,7 @@ def build_pipeline(
     num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / strips))
     forward = validate(lower(forward_only(placement, num_at_once, strips)))
     evaluate = Executor(
-        forward, rank, evaluated, P2PChannels(forward, rank, specs, links, staging, recorder), recorder, heartbeat
+        forward, rank, evaluated, open_channels(forward, rank, specs, links, staging, recorder), recorder, heartbeat
     )
     seed_generators(device, spec.seed, replica, rank)
     start_up.end()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gems.autograd.compiled import check_compiler, compile_layers
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
@@ -189,6 +190,36 @@ class Stage:
             if first.requires_grad:
                 first.register_hook(lambda _: self.poll())  # type: ignore[no-untyped-call]
         return as_tuple(output) if loss is None else (loss(output),)
+
+
+class CompiledStage(Stage):
+    """A stage whose layers torch.compile makes, on its first forward; its backward is whole."""
+
+    def __init__(
+        self,
+        modules: nn.ModuleList,
+        is_first: bool,
+        poll: Callable[[], None],
+        device: torch.device,
+        is_drawing: Callable[[nn.Module], bool],
+    ) -> None:
+        """Take also which layers draw random numbers, and so stay as they are.
+
+        Raises:
+            ConfigError: this machine cannot compile for the device.
+        """
+        super().__init__(modules, is_first, poll)
+        check_compiler(device)
+        self._is_drawing = is_drawing
+
+    def forward(
+        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Run the layers as `Stage.forward`; the first time compile them, so that what they then keep is measured."""
+        assert not is_split, "a layer's backward is compiled as a whole"
+        if self.stash_bytes is None:
+            compile_layers(list(self.modules), inputs, self._is_drawing)
+        return super().forward(micro_batch, inputs, loss)
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:

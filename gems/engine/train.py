@@ -70,7 +70,7 @@ def train(
         losses: list[float] = []
         if start.checkpoint is not None:
             losses = restore_state(pipeline, *start.checkpoint)
-            pipeline.recorder.count_bytes(pipeline.update.state_bytes())
+            pipeline.recorder.optimizer.count_bytes(pipeline.update.state_bytes())
         elif spec.train.initial_checkpoint is not None:
             match = restore(pipeline, Path(spec.train.initial_checkpoint))
             if comm.rank == 0:
@@ -94,7 +94,7 @@ def train(
                 raise_nonfinite(pipeline, step, batch)
             del batch
             if step == 0:  # later steps have it from the start
-                recorder.count_bytes(pipeline.update.state_bytes())
+                recorder.optimizer.count_bytes(pipeline.update.state_bytes())
             recorder.synchronize()
             end_ns = time.perf_counter_ns()
             recorder.end_step()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gems.config.schema import PRECISIONS
+from gems.config.training import PRECISIONS
 from gems.models.outputs import map_tensors
 
 _MIXED = "_gems_mixed"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import re
 from enum import StrEnum
 from typing import NamedTuple
 
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, StalledError
 
 FILE_SYSTEM_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENOTCONN, errno.EREMOTEIO,
 )  # fmt: skip
+DEVICE_FULL = re.compile(r"(?:CUDA|HIP) error: out of memory")  # of a library beside torch's allocator
+HOST_FULL = re.compile(r"DefaultCPUAllocator: .*you tried to allocate")
 
 
 class FailureCause(StrEnum):
@@ -71,9 +75,11 @@ def _classify(error: BaseException) -> ErrorClass:
         return ErrorClass(FailureCause.DOES_NOT_FIT)
     if isinstance(error, ConfigError):
         return ErrorClass(FailureCause.WRONG_MPI if error.key == "cluster.mpi" else FailureCause.CONFIGURATION)
-    if "OutOfMemoryError" in names:
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "OutOfMemoryError" in names or DEVICE_FULL.search(text):
         return ErrorClass(FailureCause.DEVICE_MEMORY, "the device's memory is full")
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or is_full or HOST_FULL.search(text):
         return ErrorClass(FailureCause.HOST_MEMORY, "the node's memory, or the job's share of it, is full")
     if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS:
         name = errno.errorcode[error.errno]
@@ -88,3 +94,28 @@ def _classify(error: BaseException) -> ErrorClass:
     if type(error).__module__.startswith("mpi4py"):
         return ErrorClass(FailureCause.EXCEPTION, "MPI failed: another rank may be gone")
     return ErrorClass(FailureCause.EXCEPTION)
+
+
+def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) -> tuple[str, ...]:
+    """Return what to change where a device's memory was full, most promising first; `spec` is None if not known.
+
+    It `is_fragmented` if free pieces of torch's allocator would have been enough, in one.
+    """
+    advice = []
+    if is_fragmented:
+        advice.append(
+            "+cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator's free pieces "
+            "would have been enough"
+        )
+    if spec is not None and spec.memory.name != "keep":
+        advice.append(f"a smaller memory.limit_bytes, now under memory={spec.memory.name}")
+    else:
+        advice.append("memory=plan with machine.device_bytes, which recomputes or offloads what does not fit")
+    if spec is None or spec.parallel.micro_batch_size > 1:
+        now = "" if spec is None else f", now {spec.parallel.micro_batch_size}"
+        advice.append(f"parallel.micro_batch_size: fewer images at once{now}")
+    if spec is not None:
+        advice.append(f"parallel.strips: images in more strips of rows, now {spec.parallel.strips}")
+    partitions = "" if spec is None else f", now {spec.parallel.partitions}"
+    advice.append(f"parallel.partitions: more ranks hold less each{partitions}")
+    return (*advice, "schedule.activation_cap_bytes: fewer micro-batches in flight")

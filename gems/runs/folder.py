@@ -50,7 +50,7 @@ class RunFolder:
     run_yaml = _Entry("run.yaml")  # the resolved configuration that every rank reads
     costs_json = _Entry("costs.json")  # of the run's profile, with cost=profile or a search over its stages
     schedule_json = _Entry("schedule.json")  # lowered and validated: the one list that every rank runs
-    partition_json = _Entry("partition.json")  # where the model is cut
+    partition_json = _Entry("partition.json")  # where the model is cut, and the predicted peaks of ranks
     profile_json = _Entry("profile.json")  # from which it was cut, if the cut needed one
     memory_json = _Entry("memory.json")  # what becomes of activations, unless they are kept
     status_json = _Entry("status.json")  # the run's state, written by the launcher
@@ -154,9 +154,16 @@ class RunFolder:
         with self._refusing(self.partition_json):
             return tuple(int(cut) for cut in json.loads(self.partition_json.read_text())["boundaries"])
 
-    def write_boundaries(self, boundaries: tuple[int, ...]) -> None:
-        """Write partition.json."""
-        write_json(self.partition_json, {"boundaries": list(boundaries)}, indent=None)
+    def write_boundaries(self, boundaries: tuple[int, ...], peak_bytes: tuple[int, ...] | None = None) -> None:
+        """Write partition.json, with the peak bytes predicted for each rank of a pipeline where they are known."""
+        write_json(
+            self.partition_json, {"boundaries": list(boundaries), "predicted_peak_bytes": peak_bytes}, indent=None
+        )
+
+    def predicted_peak_bytes(self, rank: int) -> int | None:
+        """Return the peak bytes that partition.json predicts for a rank of any replica; None if it predicts none."""
+        peaks = self._read_optional(self.partition_json).get("predicted_peak_bytes")
+        return int(peaks[rank % len(peaks)]) if peaks else None
 
     def read_memory_plan(self) -> MemoryPlan | None:
         """Read memory.json; None if activations are kept.

@@ -17,7 +17,7 @@ from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
 from gems.runs.provenance import write_bundle
-from gems.runs.run_plan import RunPlan, plan_run, with_strips_chosen
+from gems.runs.run_plan import RunPlan, plan_run, predict_peaks, with_strips_chosen
 from gems.utils.atomic_io import atomic_write, write_json
 
 
@@ -54,7 +54,9 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = Tru
         if made.costs != spec.cost:
             write_json(folder.costs_json, asdict(made.costs), indent=None)
         folder.write_schedule(made.schedule)
-        folder.write_boundaries(made.boundaries)
+        # of layers as they are, and compiled ones keep other tensors
+        peaks = None if spec.train.compile else predict_peaks(made)
+        folder.write_boundaries(made.boundaries, peaks)
         if made.profile is not None:
             write_json(folder.profile_json, made.profile.to_json(), indent=None)
         if made.memory is not None and made.memory_plan is not None:

@@ -114,10 +114,15 @@ def plan_run(spec: RunSpec, trains: bool = True) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
+    is_compiled = spec.train.compile and trains and spec.machine.kind == "real"
+    if is_compiled:
+        _check_compiled(spec)
     spec = with_strips_chosen(spec)
     _check_strips(spec)
     run = with_profiled_costs(_of_model(spec))
     schedule = lowered_schedule(run)
+    if is_compiled:
+        _check_compiled(spec, schedule)
     check_batch(spec)
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
@@ -193,6 +198,34 @@ def _check_strips(spec: RunSpec) -> None:
         _refuse_strips(spec, fault)
 
 
+def _check_compiled(spec: RunSpec, schedule: Schedule | None = None) -> None:
+    """Check that layers can be compiled in a run, as far as that is known without its schedule.
+
+    Raises:
+        ConfigError: it runs parts of a layer's own forward or backward, or counts on what that keeps.
+    """
+    strips, name, precision = spec.parallel.strips, spec.schedule.name, spec.train.precision
+    cap = spec.schedule.activation_cap_bytes
+    for is_so, fault, advice in (
+        (strips != 1, f"parallel.strips={strips}, for which each operation of a layer has a form of its own",
+         "leave parallel.strips out"),
+        (spec.memory.name != "keep", f"memory={spec.memory.name}, which plans by what layers keep as they are",
+         "use memory=keep"),
+        (cap is not None, f"schedule.activation_cap_bytes={cap}, which counts what layers keep as they are",
+         "give schedule.activation_cap, in micro-batches"),
+        (spec.train.compute_dtype in ("bfloat16", "float16"),
+         f"train.precision={precision}, whose rounding between operations compiled kernels leave out",
+         "use train.precision=float32"),
+        (schedule is not None and schedule.has_split_backward,
+         f"schedule={name}, which runs the backward of each layer in two parts",
+         "use a schedule with a whole backward, such as 1f1b or gems_master"),
+        (schedule is not None and schedule.has_memory_actions,
+         f"schedule={name}, whose list recomputes or moves what layers keep", "use another schedule"),
+    ):  # fmt: skip
+        if is_so:
+            raise ConfigError("train.compile", "true", f"excludes {fault}", f"{advice}, or set train.compile=false")
+
+
 def plan_simulation(spec: RunSpec) -> RunPlan:
     """Return the plan of a resolved run that is only simulated: its stages may outnumber the layers of its model.
 
@@ -238,16 +271,22 @@ def predict(plan: RunPlan) -> Prediction:
     return predict_schedule(plan.run, plan.schedule) if plan.memory is None else predict_outcome(plan.run, plan.memory)
 
 
-def predict_peak(plan: RunPlan) -> Peak | None:
-    """Return the peak bytes of a planned run, None if it has no profile."""
+def predict_peaks(plan: RunPlan) -> tuple[int, ...] | None:
+    """Return the peak bytes on the device of each rank of a pipeline, None if the planned run has no profile."""
     if plan.held is not None:
-        rank = plan.held.fullest_rank
-        return Peak(rank, plan.held.peak_bytes[rank], node_host_bytes(plan.spec, plan.held.host_bytes))
+        return plan.held.peak_bytes
     if plan.profile is None:
         return None
-    peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
-    rank = peaks.index(max(peaks))
-    return Peak(rank, peaks[rank], 0)
+    return partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
+
+
+def predict_peak(plan: RunPlan) -> Peak | None:
+    """Return the peak bytes of a planned run, None if it has no profile."""
+    peaks = predict_peaks(plan)
+    if peaks is None:
+        return None
+    rank, host_bytes = peaks.index(max(peaks)), (0,) if plan.held is None else plan.held.host_bytes
+    return Peak(rank, peaks[rank], node_host_bytes(plan.spec, host_bytes))
 
 
 def predict_steps_s(plan: RunPlan) -> float | None:

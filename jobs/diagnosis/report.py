@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
-from gems.runs.failure_cause import FailureCause
+from gems.runs.failure_cause import FailureCause, device_memory_remedies
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
@@ -71,7 +71,7 @@ class Diagnosis:
 
     `text` is the line of the source that names the cause, `stages` those of the rank in its pipeline, `trace_steps` the
     complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node
-    to leave out.
+    to leave out. `memory` is what a rank out of memory told of its allocator, its own count and its predicted peak.
     """
 
     folder: RunFolder
@@ -86,6 +86,7 @@ class Diagnosis:
     action: str | None = None
     rss_bytes: int | None = None
     device_bytes: int | None = None
+    memory: str | None = None
     waits_for: str | None = None
     trace_steps: int | None = None
     resume_step: int | None = None
@@ -134,7 +135,9 @@ class Diagnosis:
             parts.append(f"{quoted}.")
         sizes = (("of host memory", self.rss_bytes), ("on the device", self.device_bytes))
         held = [f"{size / GIB:.2f} GiB {name}" for name, size in sizes if size is not None]
-        if held and self.has_failed:
+        if self.memory:
+            parts.append(f"{self.memory[0].upper()}{self.memory[1:].rstrip('.')}.")
+        elif held and self.has_failed:
             parts.append(f"It held {' and '.join(held)}.")
         if self.waits_for:
             parts.append(f"{self.waits_for.rstrip('.')}.")
@@ -248,11 +251,17 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     return Diagnosis(
         evidence.folder, cause, evidence.run.state, " ".join(finding.text.split()), finding.source, rank, node,
         _stages(evidence, rank, record, action), beat.step if step is None and beat is not None else step, action,
-        rss_bytes, whole(record.get("device_bytes")), waits_for, evidence.trace_steps, evidence.resume_step,
-        job_id=evidence.run.job_id, blamed_node=node if node and evidence.is_batch and is_node_fault else None,
+        rss_bytes, whole(record.get("device_bytes")), _memory(record), waits_for, evidence.trace_steps,
+        evidence.resume_step, job_id=evidence.run.job_id,
+        blamed_node=node if node and evidence.is_batch and is_node_fault else None,
         advice=remedies(cause, finding.text, node, evidence), evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
         not_asked=evidence.errors,
     )  # fmt: skip
+
+
+def _memory(record: Mapping[str, Any]) -> str | None:
+    told = record.get("memory")
+    return text(told.get("text")) if isinstance(told, dict) else None
 
 
 def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:
@@ -277,7 +286,9 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
     checkpoints = () if step is not None else ("train.checkpoint_s: so that less is lost the next time",)
     match cause:
         case FailureCause.DEVICE_MEMORY | FailureCause.DOES_NOT_FIT:
-            return _device_memory(spec)
+            records = (each.get("memory") for each in evidence.records)
+            told = next((each["advice"] for each in records if isinstance(each, dict) and each.get("advice")), None)
+            return tuple(map(str, told)) if isinstance(told, list) else device_memory_remedies(spec)
         case FailureCause.HOST_MEMORY:
             return _host_memory(spec)
         case FailureCause.NODE | FailureCause.DEVICE:
@@ -312,17 +323,6 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
         case FailureCause.UNKNOWN:
             return (f"read the log: python -m jobs logs {run} --lines all",)
     return FIXED.get(cause, ())
-
-
-def _device_memory(spec: RunSpec | None) -> tuple[str, ...]:
-    advice = ["memory=plan with machine.device_bytes, which recomputes or offloads what does not fit"]
-    if spec is not None and spec.memory.name != KEEP:
-        advice = [f"a smaller memory.limit_bytes, now under memory={spec.memory.name}"]
-    if spec is None or spec.parallel.micro_batch_size > 1:
-        advice.append("parallel.micro_batch_size: fewer images at once")
-    partitions = "" if spec is None else f", now {spec.parallel.partitions}"
-    more = f"parallel.partitions: more ranks hold less each{partitions}"
-    return (*advice, more, "schedule.activation_cap_bytes: fewer micro-batches in flight")
 
 
 def _host_memory(spec: RunSpec | None) -> tuple[str, ...]:

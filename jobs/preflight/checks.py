@@ -155,6 +155,8 @@ def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     check_host_memory(spec, peak)
     text = f"predicted {peak.device_bytes / GIB:.2f} GiB on rank {peak.rank}"
     text += f" of {limit / GIB:.2f} GiB" if limit is not None else "; machine.device_bytes is not given"
+    if spec.train.compile:
+        text += ", by layers that are not compiled: train.compile changes what they keep"
     if peak.host_bytes:
         text += f", {peak.host_bytes / GIB:.2f} GiB of a node's host memory"
     return (True if limit is not None else None), text

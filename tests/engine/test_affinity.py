@@ -6,13 +6,23 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from sys import modules
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gems.engine.supervision.affinity import RankLocation, locate, numa_nodes, numbers, ranges, warnings, write_affinity
+from gems.engine.supervision.affinity import (
+    RankLocation,
+    locate,
+    near_cpus,
+    numa_nodes,
+    numbers,
+    ranges,
+    warnings,
+    write_affinity,
+)
 
 CPU = torch.device("cpu")
 
@@ -62,13 +72,50 @@ def test_a_gpu_has_a_name_and_a_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate(0, torch.device("cuda", 2)).gpu_uuid is None
 
 
-def test_numa_nodes_are_those_of_the_cpus(tmp_path: Path) -> None:
+@pytest.fixture
+def sys_tree(tmp_path: Path) -> Path:
+    """A kernel's tree of two NUMA nodes with CPUs, one without, and three GPUs."""
     for number, cpus in enumerate(("0-3,8-11\n", "4-7,12-15\n", "\n")):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(cpus)
-    assert numa_nodes([2], tmp_path) == (0,)
-    assert numa_nodes([2, 12], tmp_path) == (0, 1)
-    assert numa_nodes([2], tmp_path / "none") == ()
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(cpus)
+    for bus, node in (("17", "0"), ("c1", "1"), ("e1", "-1"), ("f1", "2")):
+        (tmp_path / f"bus/pci/devices/0000:{bus}:00.0").mkdir(parents=True)
+        (tmp_path / f"bus/pci/devices/0000:{bus}:00.0/numa_node").write_text(f"{node}\n")
+    return tmp_path
+
+
+def test_numa_nodes_are_those_of_the_cpus(sys_tree: Path) -> None:
+    assert numa_nodes([2], sys_tree) == (0,)
+    assert numa_nodes([2, 12], sys_tree) == (0, 1)
+    assert numa_nodes([2], sys_tree / "none") == ()
+
+
+@pytest.mark.parametrize(
+    ("bus_id", "near"),
+    [("0000:17:00.0", (0, "0-3,8-11")), ("0000:c1:00.0", (1, "4-7,12-15")), ("0000:e1:00.0", None),
+     ("0000:f1:00.0", None), ("0000:99:00.0", None), (None, None)],
+)  # fmt: skip
+def test_a_gpu_is_near_to_the_cpus_of_its_numa_node(sys_tree: Path, bus_id: str, near: tuple[int, str] | None) -> None:
+    assert near_cpus(bus_id, sys_tree) == near
+
+
+def test_a_gpu_s_place_comes_from_torch_or_else_from_nvml(sys_tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {"name": "H100", "uuid": "a", "pci_domain_id": 0, "pci_bus_id": 0xC1, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = locate(0, torch.device("cuda", 2), sys_tree)
+    assert (found.gpu_bus_id, found.gpu_numa_node, found.gpu_cpus) == ("0000:c1:00.0", 1, "4-7,12-15")
+    for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"):
+        del known[name]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=b"00000000:17:00.0"),
+    )  # fmt: skip
+    monkeypatch.setitem(modules, "pynvml", nvml)
+    assert locate(0, torch.device("cuda", 2), sys_tree).gpu_numa_node == 0
+    monkeypatch.setitem(modules, "pynvml", None)  # which cannot be imported
+    found = locate(0, torch.device("cuda", 2), sys_tree)
+    assert (found.gpu_bus_id, found.gpu_numa_node, found.is_far) == (None, None, False)
 
 
 def test_rank_0_writes_one_file(tmp_path: Path) -> None:
@@ -113,3 +160,40 @@ def test_ranks_in_each_others_way(locations: list[RankLocation], cpus_per_rank: 
     found = warnings(locations, cpus_per_rank)
     assert [line.partition("; see cluster.")[0] for line in found] == lines
     assert all("; see cluster." in line for line in found)
+
+
+def on(rank: int, cpus: str, numa: int, gpu: int, gpu_numa: int | None, num_gpus: int = 4) -> RankLocation:
+    """A rank on a node of two NUMA nodes of four CPUs each."""
+    near = None if gpu_numa is None else ("0-3", "4-7")[gpu_numa]
+    return RankLocation(
+        rank, "n1", 100 + rank, rank, cpus, 8, (numa,), gpu, "A100", f"G{gpu}", num_gpus, f"0000:{gpu}1:00.0",
+        gpu_numa, near,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("locations", "line"),
+    [
+        ([on(0, "0-1", 0, 0, 0), on(1, "4-5", 1, 1, 1)], None),
+        ([on(0, "0-1", 0, 0, None)], None),  # not known
+        ([on(0, "0-7", 0, 0, 1)], None),  # not bound: the kernel moves it
+        (
+            [on(0, "0-1", 0, 0, 1), on(1, "2-3", 0, 1, 1), on(2, "4-5", 1, 2, 0), on(3, "6-7", 1, 3, 0)],
+            "rank 0 on node n1 runs on CPUs 0-1 (NUMA node 0), and its GPU 0 (0000:01:00.0) is attached to NUMA node 1 "
+            "(CPUs 4-7), and 3 more ranks; see cluster.device_order=[2,3,0,1] or cluster.cpu_bind=map_ldom:1,1,0,0",
+        ),
+        (
+            [on(0, "0-1", 0, 0, 0, 2), on(1, "2-3", 0, 1, 1, 2)],  # no order of the GPUs helps
+            "rank 1 on node n1 runs on CPUs 2-3 (NUMA node 0), and its GPU 1 (0000:11:00.0) is attached to NUMA node 1 "
+            "(CPUs 4-7); see cluster.device_order or cluster.cpu_bind=map_ldom:0,1",
+        ),
+        (
+            [on(0, "4-5", 1, 0, 0, 1), on(1, "0-1", 0, 0, None, 1)],  # each sees its own GPU alone
+            "rank 0 on node n1 runs on CPUs 4-5 (NUMA node 1), and its GPU 0 (0000:01:00.0) is attached to NUMA node 0 "
+            "(CPUs 0-3); see cluster.device_order or cluster.cpu_bind",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_far_from_their_gpus(locations: list[RankLocation], line: str | None) -> None:
+    found = [each for each in warnings(locations, 1) if "NUMA" in each]
+    assert found == ([] if line is None else [line])

@@ -34,7 +34,7 @@ NUM_RANKS = 2
 LIMIT_S = 100.0
 RECORD = {
     "rank", "node", "pid", "step", "action", "stage", "cause", "cause_class", "kind", "errno", "traceback", "waits_for",
-    "rss_bytes", "device_bytes", "device_reserved_bytes", "mpi", "exit_code", "utc",
+    "rss_bytes", "device_bytes", "device_reserved_bytes", "memory", "mpi", "exit_code", "utc",
 }  # fmt: skip
 NODE = os.uname().nodename
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
+from gems.autograd.compiled import compile_layers
+from gems.autograd.random_draws import RandomDraws
 from gems.autograd.storages import StashMeter
-from gems.engine.stage import Stage
+from gems.engine import stage as stage_module
+from gems.engine.stage import CompiledStage, Stage
 from gems.models.build import as_tuple
 from tests.engine.toys import Fork, Join, Mix, Pass
 
@@ -275,3 +279,51 @@ def test_state_bytes_count_parameters_gradients_and_buffers():
     parameters = (4 * 3 + 3 + 3 + 3) * 4
     buffers = (3 + 3) * 4 + 8
     assert stage.state_bytes == 2 * parameters + buffers
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Trace layers and their backward as torch.compile does, and run what was traced without making kernels of it."""
+    monkeypatch.setattr(stage_module, "compile_layers", partial(compile_layers, backend="aot_eager"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "cuts"), [("resnet-like", [2]), ("tuples", [1, 2, 3, 4]), ("in place", [])], ids=str)
+def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_kernels):
+    torch.manual_seed(0)
+    modules = [module.double() for module in LAYERS[name]()]
+    draws = RandomDraws(0)
+    for module in modules:
+        draws.watch("layer", module)
+    plain = copy.deepcopy(modules)
+    bounds = [0, *cuts, len(modules)]
+    stages: list[Stage] = [
+        CompiledStage(
+            nn.ModuleList(modules[first:end]), first == 0, lambda: None, torch.device("cpu"), draws.is_drawing
+        )
+        for first, end in pairwise(bounds)
+    ]
+    expected = [Stage(nn.ModuleList(plain[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)]
+    for kind in (stages, expected):
+        for stage in kind:
+            stage.modules.train()
+    for m in range(2):
+        (images, labels), values, others = batch(m), (), ()
+        values = others = (images.double(),)
+        for stage, other in zip(stages, expected, strict=True):
+            loss = summed_loss(labels) if stage is stages[-1] else None
+            values, others = stage.forward(m, values, loss), other.forward(m, others, loss)
+            for got, wanted in zip(values, others, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert [stage.num_in_flight for stage in stages] == [2] * len(stages)
+    assert all(stage.stash_bytes is not None for stage in stages) and any(stage.stash_bytes for stage in stages)
+    for m in (1, 0):
+        scale: tuple[torch.Tensor, ...] = (torch.tensor(0.25, dtype=torch.float64),)
+        backward_of, others = scale, scale
+        for stage, other in zip(reversed(stages), reversed(expected), strict=True):
+            backward_of, _ = stage.backward(m, backward_of)
+            others, _ = other.backward(m, others)
+    for got, wanted in zip(gradients_of(modules), gradients_of(plain), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(nn.ModuleList(modules).buffers(), nn.ModuleList(plain).buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

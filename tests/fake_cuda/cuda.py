@@ -128,6 +128,11 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
     def statistic(place: int) -> Any:
         return lambda device=None: native.statistics(_index(device))[place]
 
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        allocated, _, reserved, _ = native.statistics(_index(device))[:4]
+        found = {"allocated_bytes": allocated, "reserved_bytes": reserved, "inactive_split_bytes": 0}  # never split
+        return {f"{name}.all.current": size for name, size in found.items()}
+
     def set_fraction(fraction: float, device: Any = None) -> None:
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
@@ -157,6 +162,7 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "max_memory_allocated": statistic(1),
         "memory_reserved": statistic(2),
         "max_memory_reserved": statistic(3),
+        "memory_stats": memory_stats,
         "reset_peak_memory_stats": lambda device=None: native.reset_peaks(_index(device)),
         "empty_cache": native.empty_cache,
         "mem_get_info": lambda device=None: (total_bytes - native.statistics(_index(device))[2], total_bytes),

@@ -48,7 +48,8 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
 
 ENGINE = (
     "activation_store", "batch_loader", "checkpoint", "checkpoint_files", "checkpoint_saver", "copies", "device",
-    "executor", "gradients", "p2p_channels", "recorder", "segments", "split_executor", "staging", "transport",
+    "executor", "gradients", "memory_format", "out_of_memory", "p2p_channels", "recorder", "segments", "split_executor",
+    "staging", "transport",
 )  # fmt: skip
 PARTS = (
     Part("the device", ("tests/fake_cuda/fake_device.py",), num_ranks=1),

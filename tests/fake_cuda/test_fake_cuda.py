@@ -14,7 +14,7 @@ from tests.fake_cuda.build import library, why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_RANKS, LIMIT_S = 4, 280
-ENGINE = ("copies", "activation_store", "staging", "device", "p2p_channels", "transport")
+ENGINE = ("copies", "activation_store", "staging", "device", "p2p_channels", "transport", "out_of_memory")
 QUICK = {  # on four ranks: both directions, a split backward and a replica; activations that leave the device
     "direct": "equals_one and (gems_master-3-1 or zb_v-4-1)",
     "staged": "(equals_one and (gems_master-2-2 or 1f1b-4-1)) or (bits_and_bytes and resnet-1f1b)",

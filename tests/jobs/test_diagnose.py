@@ -102,6 +102,23 @@ def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_fail
     assert "memory=plan" in told.paragraph() and "parallel.partitions" in told.paragraph()
 
 
+def test_a_rank_out_of_memory_is_shown_with_its_views_and_its_advice(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(prepared())
+    memory = {"text": "2.000 GiB were asked for; the rank counts 9.000 GiB", "advice": ["less of it", "more ranks"]}
+    write_failed(folder, 1, utc(3), "OutOfMemoryError: CUDA out of memory.", memory=memory, device_bytes=2**33,
+                 cause_class="out of memory on device")  # fmt: skip
+    told = of(folder)
+    assert told.cause is FailureCause.DEVICE_MEMORY and told.to_dict()["memory"] == memory["text"]
+    assert "]. 2.000 GiB were asked for; the rank counts 9.000 GiB. " in told.paragraph()
+    assert told.paragraph().endswith(" To change: less of it; more ranks.") and "It held" not in told.paragraph()
+    for damaged in ("text", {"text": 7, "advice": 5}, {"advice": []}):
+        write_failed(folder, 1, utc(3), "OutOfMemoryError: CUDA out of memory.", memory=damaged,
+                     device_bytes=2**33)  # fmt: skip
+        assert "It held 8.00 GiB on the device." in of(folder).paragraph() and "memory=plan" in of(folder).advice[0]
+
+
 def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared, write_failed: WriteFailed) -> None:
     folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated",
                     batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. "

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MemoryConfig, RunSpec
 from gems.engine.optimization.update import Update
 from gems.engine.transport.mpi import allgather, broadcast
+from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.verification import compare as comparing
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
 from gems.launch.verification import Verification
+from gems.runs.run_plan import plan_run
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.validate import validate
@@ -73,6 +75,41 @@ def test_equals_one_unsplit_process(comm, schedule, partitions, replicas):
         comm, make_spec(schedule, partitions, replicas, model__depth=depth, parallel__micro_batches=size_of(partitions))
     )
     assert difference is None or difference.unsplit_layers == ()
+
+
+CHANNELS_LAST = {
+    "1f1b": {}, "gems_master": {}, "zb_v": {}, "interleaved_1f1b": {},
+    "unet": {"model__name": "unet", "model__norm": "none", "data__task": "segmentation", "data__height_px": 16,
+             "data__width_px": 16, "model__depth": 2},
+    "offload": {"memory": MemoryConfig("vdnn_all", min_offload_bytes=0)},
+    "recompute": {"memory": MemoryConfig("recompute", recompute="stage")},
+    "strips": {"model__norm": "none", "parallel__strips": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANNELS_LAST)
+def test_channels_last_is_exact_and_travels_without_a_conversion(comm, case, monkeypatch):
+    """Also what comes back, and what was in host memory or run again meanwhile."""
+    schedule = case if case in FAMILIES else "1f1b"
+    depth = {} if "model__name" in CHANNELS_LAST[case] or FAMILIES[schedule].stages(2) == 1 else {"model__depth": 20}
+    changes = {**depth, **CHANNELS_LAST[case]}
+    spec = make_spec(schedule, 3, machine__channels_last=True, **changes, parallel__micro_batches=6)
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    sent: list[bool] = []
+    post_send = P2PChannels.post_send
+
+    def spy(channels, action, tensors):
+        sent.extend(tensor.is_contiguous() for tensor in tensors if tensor.dim() == 4)
+        post_send(channels, action, tensors)
+
+    monkeypatch.setattr(P2PChannels, "post_send", spy)
+    made = plan_run(spec)
+    difference = compare(spec, part, DEVICE, made.schedule, made.boundaries, made.memory_plan)
+    assert difference.max_rel_error <= TOLERANCE, difference
+    assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
+    assert sent and (all(sent) or case == "strips"), "rows of strips are joined in another order of memory"
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.5])

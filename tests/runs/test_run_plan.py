@@ -234,3 +234,33 @@ def test_costs_in_the_run_yaml_of_an_earlier_version_are_read(spec: RunSpec) -> 
     earlier = replace(spec, cost=CostConfig("profile", times=[1.0, 2.0], activation_bytes=5))
     folder = prepare(earlier)
     assert folder.read_run().cost == earlier.cost == plan_run(earlier).costs
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "why"),
+    [
+        ("1f1b", {"parallel__strips": 2}, "parallel.strips=2, for which"),
+        ("1f1b", {"parallel__strips": 0}, "parallel.strips=0, for which"),
+        ("1f1b", {"memory": MemoryConfig("recompute")}, "memory=recompute, which"),
+        ("1f1b", {"train__precision": "bf16_mixed"}, "train.precision=bf16_mixed, whose"),
+        ("capped", {"schedule__activation_cap_bytes": 10**6}, "schedule.activation_cap_bytes=1000000, which"),
+        ("zb_h1", {}, "schedule=zb_h1, which runs the backward of each layer in two parts; use a schedule"),
+        ("gems_zb", {}, "schedule=gems_zb, which"),
+    ],
+)
+def test_compiled_layers_exclude_what_takes_them_apart(schedule: str, changes: dict[str, object], why: str) -> None:
+    plain = toys.make_spec(schedule, 2, **changes)
+    spec = replace(plain, train=replace(plain.train, compile=True))
+    with pytest.raises(ConfigError, match=f"^train.compile=true: excludes {why}"):
+        plan_run(spec)
+
+
+def test_timed_waits_are_not_compiled() -> None:
+    plain = toys.make_spec("zb_h1", 2, machine__kind="emulated")
+    assert plan_run(replace(plain, train=replace(plain.train, compile=True))).schedule.has_split_backward
+
+
+def test_a_schedule_with_a_whole_backward_is_planned_as_without_compiled_layers() -> None:
+    plain = toys.make_spec("gems_master", 2)
+    spec = replace(plain, train=replace(plain.train, compile=True))
+    assert plan_run(spec).schedule.rows == plan_run(plain).schedule.rows

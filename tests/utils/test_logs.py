@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gems.config.schema import LOG_LEVELS
+from gems.config.training import LOG_LEVELS
 from gems.utils.logs import LEVELS, PACKAGES, set_log_level, set_up_command_logging, set_up_rank_logging
 
 

@@ -59,7 +59,7 @@ class ActivationStore:
         Tensors that are not on `device`, `parameters` (of all stages on the rank, and their buffers) and storages
         smaller than `min_offload_bytes` are not moved; with `convolutions` only what is saved while one of them runs.
         """
-        self.activations = MemoryCounter(recorder.count_bytes)
+        self.activations = recorder.open_counter("activations")
         self.on_host = MemoryCounter(recorder.count_host_bytes)
         self.counters = Counters()
         self._schedule = schedule

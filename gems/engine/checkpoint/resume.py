@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.config.schema import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, RunSpec
+from gems.config.schema import RunSpec
+from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.engine.checkpoint.manifest import (
     DAMAGED,
     MANIFEST_JSON,

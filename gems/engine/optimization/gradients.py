@@ -107,9 +107,14 @@ class Gradients:
 
 
 def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> int:
-    """Make the gradients of `parameters` views of `flat` from `start` on, and return their number of elements."""
+    """Make the gradients of `parameters` views of `flat` from `start` on, and return their number of elements.
+
+    Each has the order of memory of its parameter, in which autograd makes what it adds.
+    """
     at = start
     for parameter in parameters:
-        parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
+        part = flat[at : at + parameter.numel()]
+        is_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+        parameter.grad = part.as_strided(parameter.size(), parameter.stride()) if is_last else part.view_as(parameter)
         at += parameter.numel()
     return at - start

@@ -1,7 +1,8 @@
-"""Affinity: on which cores and which GPU each rank runs, and warnings about ranks that share them."""
+"""Affinity: on which cores and which GPU each rank runs, and warnings about ranks that share them or are far apart."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import defaultdict
@@ -17,13 +18,16 @@ from gems.utils.atomic_io import write_json
 if TYPE_CHECKING:
     import torch
 
-NODES = Path("/sys/devices/system/node")
+SYS = Path("/sys")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank runs: its node, the CPUs it may use, as in "0-7,64-71", their NUMA nodes, and its GPU."""
+    """Where a rank runs: its node, the CPUs it may use, as in "0-7,64-71", their NUMA nodes, and its GPU.
+
+    `gpu_numa_node` is the NUMA node that the GPU is attached to and `gpu_cpus` its CPUs, None if that is not known.
+    """
 
     rank: int
     node: str
@@ -36,6 +40,14 @@ class RankLocation:
     gpu_name: str | None = None
     gpu_uuid: str | None = None
     visible_gpus: int = 0
+    gpu_bus_id: str | None = None
+    gpu_numa_node: int | None = None
+    gpu_cpus: str | None = None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether no CPU of the rank is on the NUMA node of its GPU, as far as that is known."""
+        return self.gpu_cpus is not None and not set(numbers(self.cpus)) & set(numbers(self.gpu_cpus))
 
 
 def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per_rank: int = 1) -> None:
@@ -55,8 +67,8 @@ def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per
         _log.warning("cannot write %s: %s", path, error)
 
 
-def locate(rank: int, device: torch.device | None) -> RankLocation:
-    """Return where this process runs; loads torch only for a GPU."""
+def locate(rank: int, device: torch.device | None, sys: Path = SYS) -> RankLocation:
+    """Return where this process runs, by the kernel's tree `sys`; loads torch only for a GPU."""
     cpus = os.sched_getaffinity(0)
     gpu: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
@@ -66,14 +78,16 @@ def locate(rank: int, device: torch.device | None) -> RankLocation:
         uuid = getattr(properties, "uuid", None)  # since torch 2.4, later on ROCm
         gpu = {"gpu_index": device.index, "gpu_name": properties.name, "visible_gpus": torch.cuda.device_count()}
         gpu["gpu_uuid"] = None if uuid is None else str(uuid)
+        gpu["gpu_bus_id"] = bus_id = _bus_id(device, properties)
+        gpu["gpu_numa_node"], gpu["gpu_cpus"] = near_cpus(bus_id, sys) or (None, None)
     return RankLocation(
         rank, os.environ.get("SLURMD_NODENAME") or os.uname().nodename, os.getpid(), local_rank(), ranges(cpus),
-        os.cpu_count() or len(cpus), numa_nodes(cpus), **gpu,
+        os.cpu_count() or len(cpus), numa_nodes(cpus, sys), **gpu,
     )  # fmt: skip
 
 
 def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]:
-    """Return a line for the first node on which ranks share a GPU, and one for the first on which they share CPUs.
+    """Return a line for the first node on which ranks share a GPU, share CPUs, or are far from their GPUs, one each.
 
     Ranks share CPUs if their overlapping sets have fewer than `cpus_per_rank` each, on a node that has enough for all.
     """
@@ -101,7 +115,32 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
             f"{cpus_per_rank} a rank, and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; "
             "see cluster.cpu_bind and cluster.cpus_per_rank"
         )
+    far = [each for each in locations if each.is_far]
+    if far:
+        one, here = far[0], of_node[far[0].node]
+        lines.append(
+            f"rank {one.rank} on node {one.node} runs on CPUs {one.cpus} (NUMA node {ranges(one.numa_nodes)}), and its "
+            f"GPU {one.gpu_index} ({one.gpu_bus_id}) is attached to NUMA node {one.gpu_numa_node} (CPUs {one.gpu_cpus})"
+            f"{_more(len(far), 'ranks')}; see {_nearer(here)}"
+        )
     return lines
+
+
+def _nearer(here: Sequence[RankLocation]) -> str:
+    """Return the keys, with values where they can be told, that bring the ranks of a node and their GPUs together."""
+    ranks = sorted(here, key=lambda each: each.local_rank)
+    order, free = [], {each.gpu_index: each.gpu_numa_node for each in ranks}
+    for each in ranks:
+        near = next((index for index, node in free.items() if node in each.numa_nodes), None)
+        if near is not None:
+            free.pop(near)
+            order.append(near)
+    is_whole = [each.local_rank for each in ranks] == [*range(len(ranks))] and not free and None not in order
+    sees_all = all(each.visible_gpus == len(ranks) for each in ranks)
+    nodes = [each.gpu_numa_node for each in ranks]
+    bind = "" if None in nodes else f"=map_ldom:{','.join(map(str, nodes))}"
+    devices = f"=[{','.join(map(str, order))}]" if is_whole and sees_all else ""
+    return f"cluster.device_order{devices} or cluster.cpu_bind{bind}"
 
 
 def _crowded(here: Sequence[RankLocation], cpus_per_rank: int) -> list[RankLocation]:
@@ -142,15 +181,41 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def numa_nodes(cpus: Iterable[int], folder: Path = NODES) -> tuple[int, ...]:
+def numa_nodes(cpus: Iterable[int], sys: Path = SYS) -> tuple[int, ...]:
     """Return the NUMA nodes of these CPUs; none if the kernel does not list them."""
     wanted = set(cpus)
-    found = []
-    for path in folder.glob("node[0-9]*/cpulist"):
-        try:
-            here = wanted & set(numbers(path.read_text()))
-        except (OSError, ValueError):
-            continue
-        if here:
-            found.append(int(path.parent.name.removeprefix("node")))
-    return tuple(sorted(found))
+    return tuple(sorted(node for node, here in _cpus_of_nodes(sys).items() if wanted & here))
+
+
+def near_cpus(bus_id: str | None, sys: Path = SYS) -> tuple[int, str] | None:
+    """Return the NUMA node that a PCI device is attached to, and its CPUs; None if the kernel does not know it.
+
+    A virtual machine has no such node, and the memory of some GPUs is a node without CPUs.
+    """
+    if bus_id is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        node = int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text())
+        cpus = _cpus_of_nodes(sys).get(node)
+        return (node, ranges(cpus)) if cpus else None
+    return None
+
+
+def _cpus_of_nodes(sys: Path) -> dict[int, set[int]]:
+    found = {}
+    for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
+        with contextlib.suppress(OSError, ValueError):
+            found[int(path.parent.name.removeprefix("node"))] = set(numbers(path.read_text()))
+    return found
+
+
+def _bus_id(device: torch.device, properties: Any) -> str | None:
+    """Return a GPU's PCI address as the kernel writes it, as in 0000:17:00.0; None if neither torch nor NVML has it."""
+    with contextlib.suppress(Exception):
+        if hasattr(properties, "pci_bus_id"):  # in newer versions of torch
+            parts = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+            return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+        from gems.engine.supervision.monitor import Gpu
+
+        return Gpu(device).bus_id()
+    return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
+from gems.engine.supervision.out_of_memory import explain_out_of_memory
 from gems.errors import ConfigError, GemsError, RankFailedError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
@@ -38,7 +39,7 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
     """
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
     beat = _or_none(lambda: read_beat(folder.heartbeat(rank)))
-    cause = describe_cause(error)
+    cause, memory = describe_cause(error), _or_none(lambda: explain_out_of_memory(error, folder, rank))
     with contextlib.suppress(Exception):  # first of all: the file system may be full or gone
         where = "before the first step (start)"
         if beat is not None:
@@ -48,6 +49,8 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
             traceback.print_exception(error)
         waits_for = getattr(error, "waits_for", None)
         more = f"; {waits_for}" if waits_for else ""
+        if memory is not None:
+            more = f"; {memory.describe()}; to change: {'; '.join(memory.advice)}"
         _log.error("failed on node %s %s: %s%s", os.uname().nodename, where, cause, more)
     lines = (
         frames
@@ -61,6 +64,7 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
         "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
         "traceback": list(lines or ())[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None),
         "rss_bytes": _or_none(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved,
+        "memory": None if memory is None else memory.to_dict(),
         "mpi": _or_none(_mpi_library), "exit_code": code,
     }  # fmt: skip
     try:

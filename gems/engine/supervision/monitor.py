@@ -17,7 +17,7 @@ NAN = float("nan")
 _log = logging.getLogger(__name__)
 
 
-class _Gpu:
+class Gpu:
     """One GPU, read through NVML."""
 
     def __init__(self, device: torch.device) -> None:
@@ -40,6 +40,12 @@ class _Gpu:
         """Return the joules used by the whole device since its driver was loaded; NaN if it does not count them."""
         return self._query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0)
 
+    def bus_id(self) -> str:
+        """Return the PCI address as the kernel writes it, as in 0000:17:00.0; NVML's domain has eight digits."""
+        found = self._nvml.nvmlDeviceGetPciInfo(self._handle).busId
+        domain, _, rest = (found.decode() if isinstance(found, bytes) else str(found)).lower().partition(":")
+        return f"{domain[-4:]}:{rest}"
+
     def _query(self, read: Any) -> float:
         """Return a value, NaN if this GPU does not have it."""
         try:
@@ -48,14 +54,14 @@ class _Gpu:
             return NAN
 
 
-def _open_gpu(device: torch.device) -> _Gpu | None:
+def _open_gpu(device: torch.device) -> Gpu | None:
     """Open the device for sampling; None without a GPU, or if its driver has no samples."""
     if device.type != "cuda":
         return None
     import pynvml
 
     try:
-        return _Gpu(device)
+        return Gpu(device)
     except pynvml.NVMLError as error:
         _log.warning("no samples of the GPU's memory and power: %s", error)
         return None

@@ -58,6 +58,8 @@ class Recorder:
 
     Attributes:
         memory: bytes counted on the device; events on a GPU show those in use by torch's allocator instead.
+        weights: of these the parameters, their gradients, and buffers.
+        optimizer: the optimizer's state.
     """
 
     def __init__(self, part: EventSink | None, device: torch.device | None = None) -> None:
@@ -70,11 +72,31 @@ class Recorder:
             self._cuda = torch.cuda
         self.memory = MemoryCounter()
         self.count_bytes = self.memory.count_bytes
+        self._counters: list[tuple[str, MemoryCounter]] = []
+        self.weights, self.optimizer = self.open_counter("weights"), self.open_counter("optimizer state")
         self._host_bytes = 0
         self._spans: list[tuple[Action, int, Timestamp, Timestamp, int, int, int]] = []
         self._base: tuple[Timestamp, int] | None = None
         self.step = -1
         self.is_on = part is not None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device whose bytes are counted; None where compute is emulated."""
+        return self._device
+
+    def open_counter(self, name: str) -> MemoryCounter:
+        """Return a counter of one kind of bytes, which are counted in `memory` too."""
+        counter = MemoryCounter(self.count_bytes)
+        self._counters.append((name, counter))
+        return counter
+
+    def held_by_kind(self) -> dict[str, int]:
+        """Return the bytes counted now by the names of their counters; what has none is tensors between stages."""
+        held: dict[str, int] = {}
+        for name, counter in self._counters:
+            held[name] = held.get(name, 0) + counter.held_bytes
+        return held | {"messages": self.memory.held_bytes - sum(held.values())}
 
     def count_host_bytes(self, num_bytes: int) -> None:
         """Count bytes that were copied from the device to host memory (above 0), or back (below 0)."""

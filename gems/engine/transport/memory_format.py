@@ -1,0 +1,59 @@
+"""Channels for tensors in torch.channels_last, which travel as they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.links import Links
+from gems.engine.transport.p2p_channels import Boundary, P2PChannels
+from gems.engine.transport.staging import Staging
+from gems.models.build import TensorSpec
+from gems.schedule.action import Action
+from gems.schedule.schedule import Schedule
+
+
+class ChannelsLast(P2PChannels):
+    """Sends tensors of four dimensions (N, C, H, W) by the order (N, H, W, C), in which torch.channels_last keeps them.
+
+    So neither side copies them; what is in another format is converted when it is sent.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        boundaries: Sequence[Boundary],
+        links: Sequence[Links],
+        staging: Staging,
+        recorder: Recorder,
+    ) -> None:
+        """Prepare the channels as `P2PChannels`, with buffers in the order of memory."""
+        sent = [tuple(map(_spec_in_memory, boundary)) for boundary in boundaries]
+        super().__init__(schedule, rank, sent, links, staging, recorder)
+
+    def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
+        """Wait for a posted receive and return its tensors (N, C, H, W), views of the buffers."""
+        return tuple(tensor.permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor for tensor in super().wait(action))
+
+    def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Post the tensors of a SEND_F or SEND_B."""
+        super().post_send(action, list(map(_in_memory, tensors)))
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Release received tensors that nothing reads any more."""
+        super().release(list(map(_in_memory, tensors)))
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
+
+
+def _spec_in_memory(spec: TensorSpec) -> TensorSpec:
+    if len(spec.shape) != 4:
+        return spec
+    samples, channels, height, width = spec.shape
+    return replace(spec, shape=(samples, height, width, channels))
