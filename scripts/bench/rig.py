@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     import torch
 
 RUN_LIMIT_S = 550.0
+POSITIONAL = ("overrides", "number")
 HELP = {"json": "print one object on stdout", "only": "run the cases whose name contains ONLY"}
 UNITS = {"ms": 1e3, "%": 100.0, "MiB": 1 / MIB, "GiB": 1 / GIB, "MB": 1e-6, "GB": 1e-9, "GB/s": 1e-9}
+SHEETS = ("v100", "a100", "h100", "h200")  # GPUs of conf/machine
 Rows = Iterable[dict[str, Any]]
 K = TypeVar("K")
 T = TypeVar("T")
@@ -62,7 +64,7 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             kind = {"choices": default, "default": default[0]}
         elif isinstance(default, list):
             kind["type"] = lambda text, values=default: [type(values[0])(word) for word in text.split(",")]
-        parser.add_argument(key if key == "overrides" else f"--{name}", **{"help": HELP.get(name), **kind})
+        parser.add_argument(key if key in POSITIONAL else f"--{name}", **{"help": HELP.get(name), **kind})
     return parser.parse_args(argv)
 
 
@@ -130,6 +132,18 @@ class Table:
 def composed(*words: str | Sequence[str]) -> RunSpec:
     """Compose a run from overrides: several in a text, and those of a user in a list."""
     return compose([word for part in words for word in (part.split() if isinstance(part, str) else part)])
+
+
+def gpu_machine(**rates: float) -> str:
+    """Return the overrides of this machine's GPU: its data sheet's rates if conf/ has one, and those given.
+
+    Needs a GPU.
+    """
+    import torch
+
+    name = torch.cuda.get_device_name().lower()
+    known = next((machine for machine in SHEETS if machine in name), "cuda")
+    return " ".join([f"machine={known}", *(f"machine.{key}={rate}" for key, rate in rates.items())])
 
 
 def square(side_px: int) -> str:
