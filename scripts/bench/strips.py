@@ -69,7 +69,7 @@ def _size(height: int, width: int) -> str:
 
 
 def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("height:<8", *_COLUMNS)
+    table = Table("height=height_px:<8", *_COLUMNS)
     rows = []
     for height in chosen.heights:
         size, strips = _size(height, chosen.width), f"parallel.strips={height // STRIP_ROWS}"
@@ -78,24 +78,24 @@ def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             "strips, run again": f"{strips} {AGAIN}",
         }  # fmt: skip
         specs = {way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()}
-        rows += table.rows(({"height": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
+        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
     return rows
 
 
 def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("height:<8", *_COLUMNS)
+    table = Table("height=height_px:<8", *_COLUMNS)
     rows = []
     for height in chosen.heights:
         words = {WHOLE: "schedule=layer_parallel"}
         words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (2, 4, 8) if height // k >= MIN_ROWS}
         two = "parallel.partitions=2 profile=measured"
         specs = {way: composed(RESNET, ONE, square(height), two, more, chosen.overrides) for way, more in words.items()}
-        rows += table.rows(({"height": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
+        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
     return rows
 
 
 def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("model:<14", "height:<8", *_COLUMNS)
+    table = Table("model:<14", "height=height_px:<8", *_COLUMNS)
     rows = []
     for name, model in (MODELS[key] for key in chosen.models):
         for height in chosen.heights:
@@ -103,7 +103,7 @@ def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             size = _size(height, chosen.width)
             specs = {way: composed(model, ONE, size, words, chosen.overrides) for way, words in ways.items()}
             found = _in_turns(specs, chosen.rounds)
-            rows += table.rows(({"model": name, "height": height, **row} for row in found), _why_not)
+            rows += table.rows(({"model": name, "height_px": height, **row} for row in found), _why_not)
     return rows
 
 
@@ -159,7 +159,7 @@ _COLUMNS = (
 
 def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     numbers = (1, 2, 4, 8, 16, 32)
-    table = Table("model:<14", "height:>7", *(f"{k}:>8.3f" for k in numbers))
+    table = Table("model:<14", "height=height_px:>7", *(f"{k}:>8.3f" for k in numbers))
     rows = []
     for name, model in MODELS.values():
         for height in chosen.heights:
@@ -167,7 +167,7 @@ def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             parts = (whole.model, whole.data, 1, whole.train.layer_dtype, whole.machine)
             saved = sum(layer.kept_bytes for layer in fake_profile(*parts).layers)
             cut = (0, len(layers_of(whole.model, whole.data)))
-            row: dict[str, Any] = {"model": name, "height": height}
+            row: dict[str, Any] = {"model": name, "height_px": height}
             for k in numbers:
                 spec = replace(whole, parallel=replace(whole.parallel, strips=k))
                 row[str(k)] = sum(strip.kept for strip in strips_of(spec, cut).stages[0]) / saved
@@ -176,7 +176,7 @@ def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _largest(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    table = Table("height:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
+    table = Table("height=height_px:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
     rows = []
     for height in chosen.heights:
         ways = {WHOLE: (1, "cost=profile"), "segment recompute": (1, "memory=recompute")}
@@ -185,7 +185,7 @@ def _largest(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             spec = composed(RESNET, ONE, square(height), f"parallel.strips={k}", words, chosen.overrides)
             peak = predict_peak(plan_run(spec))
             rows.append(
-                table.row({"height": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
+                table.row({"height_px": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
             )
     return rows
 
