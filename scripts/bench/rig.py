@@ -171,6 +171,14 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
 
 
+def cause_of(lines: Sequence[str]) -> str:
+    """Return the line of a program's output that says why it failed: a rank's error, its exception, or the last one."""
+    ranks = [line for line in lines if re.match(r"\[rank \d+\] ERROR ", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Errors|Exception|Exit|Interrupt)\b.*:", line)]
+    said = ranks[:1] or errors[-1:] or list(lines)[-1:]
+    return " ".join(" ".join(said).split())[:300]
+
+
 def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S) -> None:
     """Run `python -m PROGRAM` on several ranks of this machine, one thread each.
 
@@ -199,7 +207,7 @@ def in_child(
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end within {limit_s:.0f} s"}
     if ended.returncode:
-        return {"failed": " ".join(ended.stderr.splitlines()[-1:])[:300] or f"exit code {ended.returncode}"}
+        return {"failed": cause_of(ended.stderr.splitlines()) or f"exit code {ended.returncode}"}
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 

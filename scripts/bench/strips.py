@@ -30,6 +30,7 @@ from gems.utils.atomic_io import read_json
 from scripts.bench.rig import (
     Table,
     answered,
+    cause_of,
     composed,
     counted_steps_s,
     finished_run,
@@ -143,7 +144,7 @@ def _run(spec: RunSpec) -> dict[str, Any]:
                 "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
             }
     except (GemsError, SystemExit) as error:
-        return {"failed": " ".join(str(error).splitlines()[-1:])[:300]}
+        return {"failed": cause_of(str(error).splitlines())}
 
 
 def _why_not(row: dict[str, Any]) -> str:
