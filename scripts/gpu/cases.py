@@ -22,6 +22,7 @@ from scripts.bench.rig import cause_of, composed, counted_steps_s, finished_run,
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Ways = Sequence[tuple[str, str]]  # the name of each run, and its overrides
+OF_VALIDATION = "validation_accuracy", "validation_majority", "num_validation"
 SANITIZER = "TORCH_CUDA_SANITIZER"
 NO_DEVICE_POINTERS = "this MPI takes no device pointers"
 HOST_BYTES = "SC_PHYS_PAGES", "SC_PAGE_SIZE"
@@ -91,7 +92,7 @@ def _trained(words: str, predicts: bool) -> dict[str, Any]:
                 "step_s": statistics.median(counted_steps_s(folder).tolist()), "images_per_s": metrics.images_per_s,
                 "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
                 "first_loss": result["first_loss"], "last_loss": result["last_loss"],
-                **{name: result[name] for name in ("accuracy", "dice", "num_validation") if name in result},
+                **{name: result[name] for name in OF_VALIDATION if name in result},
             }  # fmt: skip
     except (GemsError, SystemExit) as error:
         return {"failed": cause_of(str(error).splitlines())}

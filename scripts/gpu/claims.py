@@ -12,10 +12,9 @@ POLICIES = {
     "keep": "", "recompute": "memory=recompute", "vdnn_all": "memory=vdnn_all",
     "plan, half": "memory=plan memory.target_reduction=0.5",
 }  # fmt: skip
-STRIPS = (
-    "scripts.bench.strips", "--part", "time", "--width", "0", "--rounds", "1", "machine=cuda",
-    "train.precision=bf16_mixed",
-)  # fmt: skip
+STRIPS = ("scripts.bench.strips", "--part", "time", "--width", "0", "--rounds", "1")
+OF_STRIPS = ("machine=cuda", "train.precision=bf16_mixed")
+OF_SMALL_STRIPS = ("machine=cuda", "train.steps=2", "train.evaluate=false")
 NETWORKS = {"ResNet-50": "resnet50", "ConvNeXt-tiny": "convnext_tiny"}
 STRIP_COLUMNS = ("model", "height_px", "way", "step_s", "ratio", "activation_bytes", "predicted_bytes", "device_bytes")
 
@@ -29,8 +28,13 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
         f"model={network} data=synthetic {square(side_px)} schedule=1f1b parallel.micro_batches={micro_batches} "
         f"parallel.micro_batch_size=1 train.steps={steps} benchmark.skip_steps={skip} train.evaluate=false"
     )
-    alone = [[name, f"{base} parallel.partitions=1 profile=measured {words}"] for name, words in POLICIES.items()]
-    on_ranks = [[f"{number} ranks", f"{base} parallel.partitions={number}"] for number in (1, 2, 4)]
+    alone = [
+        [name, f"{base} parallel.partitions=1 profile=measured cost=profile {words}"]
+        for name, words in POLICIES.items()
+    ]
+    on_ranks = [
+        ["1 rank" if number == 1 else f"{number} ranks", f"{base} parallel.partitions={number}"] for number in (1, 2, 4)
+    ]
     largest = (
         ("--largest-of", "resnet20_v1", "--first-px", "64", "--step-px", "64", "--device-bytes", "24000000")
         if is_small
@@ -40,22 +44,24 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     trained = "experiment=quickstart train.steps=4 parallel.partitions=2" if is_small else "experiment=quickstart"
     return (
         Row("steps", "How far is a predicted step of one rank from the measured one, under four policies?",
-            call_argv(cases.trained, alone if not is_small else alone[:2], True), 120),
+            call_argv(cases.trained, alone[:2] if is_small else alone, True), 120),
         Row("staging", "What does it cost that messages of ranks that share the GPU pass through the host?",
             call_argv(cases.staged, on_ranks), 130),
-        *(_strips(name, "", 64 if is_small else 2048, "2" if is_small else "2,8,32", 75) for name in NETWORKS),
+        *(_strips(name, "", 64 if is_small else 2048, "2" if is_small else "2,8,32", 75, is_small)
+          for name in NETWORKS),
         Row("largest image", f"How large an image trains in {DEVICE_BYTES // 10**9} GB, with and without a plan?",
             ("scripts.bench.memory_gpu", "--json", "--part", "largest", "--policies", "keep,plan", *copies, *largest),
             180, read=answer("largest"),
             columns=("model", "policy", "side_px", "next_px", "predicted_bytes", "allocated_bytes", "step_s", "why")),
         Row("accuracy", "Does a short training on four ranks learn?",
             call_argv(cases.trained, [["quickstart", trained]]), 90),
-        *(_strips(name, " of large images", 128 if is_small else 8192, "4" if is_small else "8,32,128", 120)
+        *(_strips(name, " of large images", 128 if is_small else 8192, "4" if is_small else "8,32,128", 120, is_small)
           for name in NETWORKS),
     )  # fmt: skip
 
 
-def _strips(name: str, of: str, height_px: int, numbers: str, limit_s: float) -> Row:
-    program = (*STRIPS[:1], "--models", NETWORKS[name], "--heights", str(height_px), "--strips", numbers, *STRIPS[1:])
+def _strips(name: str, of: str, height_px: int, numbers: str, limit_s: float, is_small: bool) -> Row:
+    program = (*STRIPS, "--models", NETWORKS[name], "--heights", str(height_px), "--strips", numbers)
+    words = OF_SMALL_STRIPS if is_small else OF_STRIPS
     question = "How much longer does a step take in strips than with the whole image?"
-    return Row(f"strips{of}, {name}", question, program, limit_s, columns=STRIP_COLUMNS)
+    return Row(f"strips{of}, {name}", question, (*program, *words), limit_s * (1 + is_small), columns=STRIP_COLUMNS)

@@ -66,17 +66,17 @@ class Outcome:
     wall_s: float = 0.0
 
 
-def run(row: Row, limit_s: float) -> Outcome:
-    """Run a row for at most so many seconds, or its own limit if that is less."""
+def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
+    """Run a row for at most so many seconds, or its own limit if that is less, with these variables set too."""
     limit_s = min(limit_s, row.limit_s)
     if limit_s < min(MIN_ROW_S, row.limit_s):
         return Outcome(NOT_MEASURED, [], TIME_OVER)
     lines: list[str] = []
     program = [sys.executable, "-m", *row.program]
     argv = program if row.num_ranks == 1 else mpiexec_argv(row.num_ranks, program)
-    environment = rank_environment(1) | dict(row.environment)
+    variables = rank_environment(1) | dict(environment or {}) | dict(row.environment)
     begin_s = time.monotonic()
-    ended = run_ranks(argv, environment, timeout_s=limit_s, on_line=lines.append, echo=False)
+    ended = run_ranks(argv, variables, timeout_s=limit_s, on_line=lines.append, echo=False)
     wall_s = time.monotonic() - begin_s
     if ended.timed_out:
         return Outcome(FAILED, [], _why(lines, f"did not end within {limit_s:.0f} s"), wall_s)
