@@ -7,8 +7,9 @@ from typing import Any
 
 from gems.utils.units import GIB, MIB
 from scripts.gpu.parts import TITLES, rows_of
+from scripts.gpu.prove import MACHINE
 from scripts.gpu.record import Line
-from scripts.gpu.row import MEASURED, NOTES, Row
+from scripts.gpu.row import MEASURED, NOT_MEASURED, NOTES, Row
 
 HEAD = """# GPU
 
@@ -27,6 +28,7 @@ where all of it is there.
 
 <!-- docs-test: needs a machine with a GPU -->
 ```sh
+# where there is a network, with the same version of Python
 pip wheel --no-deps -w wheels hydra-core omegaconf antlr4-python3-runtime==4.9.3 submitit mpi4py mpich
 GEMS_WHEELS=wheels scripts/on_gpu.sh 1       # prove; 2: measure; 3: claims
 scripts/on_gpu.sh 2 --only peaks             # one row
@@ -36,11 +38,12 @@ python -m scripts.gpu --render docs/gpu.jsonl --page docs/gpu.md
 
 Each row runs in processes of its own. Its line is appended to `runs/gpu.jsonl` (or `--out`) as soon as it ends:
 figures, or the reason why there are none, with hardware, versions, date, command and commit. The file keeps the lines
-of earlier runs; of each GPU and row the newest counts. Rows for which no time is left are recorded as not run.
+of earlier runs; of each GPU and row the newest counts. Rows for which no time is left are recorded as not measured.
 """
 UNITS: tuple[tuple[str, str, float, str], ...] = (
     ("bytes_per_s", "GB/s", 1e-9, ".1f"), ("images_per_s", "images/s", 1.0, ".2f"), ("_bytes", "MiB", 1 / MIB, ".1f"),
-    ("_s", "ms", 1e3, ".2f"), ("_ms", "ms", 1.0, ".3f"), ("_px", "px", 1.0, "d"), ("error", "", 1.0, "+.3g"),
+    ("_s", "ms", 1e3, ".2f"), ("_ms", "ms", 1.0, ".3f"), ("_px", "px", 1.0, "d"),
+    ("rel_error", "", 1.0, ".1e"), ("error", "", 1.0, "+.3g"),
     ("_loss", "", 1.0, ".4f"),
 )  # fmt: skip
 FACTS = {
@@ -69,7 +72,9 @@ def _planned() -> str:
 
 
 def _of_gpu(gpu: str, lines: Sequence[Line]) -> str:
-    newest = {(line["part"], line["row"]): line for line in lines}
+    # what was not measured once more, for want of time, leaves what was measured before
+    by_value = sorted(lines, key=lambda line: line["status"] != NOT_MEASURED)
+    newest = {(line["part"], line["row"]): line for line in by_value}
     last = max(lines, key=lambda line: line["date"])
     shown = {FACTS.get(key, key): _fact(key, value) for key, value in last["hardware"].items()} | {
         key: _cell(value, "") for key, value in last["versions"].items()
@@ -82,7 +87,8 @@ def _of_gpu(gpu: str, lines: Sequence[Line]) -> str:
             line["row"] for of, line in newest.items() if of[0] == part and all(line["row"] != r.name for r in known)
         ]
         for name, row in [*((row.name, row) for row in known), *((name, None) for name in gone)]:
-            text += _row(name, row, newest.get((part, name)))
+            if name != MACHINE:  # shown above
+                text += _row(name, row, newest.get((part, name)))
     return text
 
 
@@ -91,7 +97,9 @@ def _row(name: str, row: Row | None, line: Line | None) -> str:
     head = f"\n**{name[:1].upper()}{name[1:]}.** {row.question if row else ''}".rstrip()
     if line is None:
         return f"{head} Not measured on a GPU.\n"
-    how = f"`{line['command']}`, {line['date']}, commit {line['commit'][:12]}."
+    commit, _, is_dirty = line["commit"].partition("-")
+    changed = " with changes" if is_dirty else ""
+    how = f"`{line['command']}`, {line['date']}, commit {commit[:12]}{changed}."
     why = "" if line["status"] == MEASURED and not line["reason"] else f" {_sentence(line)}"
     figures = line["figures"]
     columns = list((row and row.columns) or dict.fromkeys(key for figure in figures for key in figure))
@@ -122,9 +130,9 @@ def _unit(key: str) -> tuple[str, str, float, str]:
 def _heading(key: str) -> str:
     """Return a column's heading: the figure's name and in brackets the unit that it is shown in."""
     ending, unit, _, _ = _unit(key)
-    name = key.removesuffix(ending).strip("_") if unit and key != ending.lstrip("_") else key
-    name = name.removeprefix("num_").replace("_", " ")
-    return f"{name} [{unit}]" if unit else name
+    if not unit:
+        return key.removeprefix("num_").replace("_", " ")
+    return f"{key.removesuffix(ending).strip('_').replace('_', ' ') or 'speed'} [{unit}]"
 
 
 def _cell(value: Any, key: str) -> str:

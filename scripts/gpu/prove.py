@@ -9,6 +9,7 @@ from scripts.gpu import cases
 from scripts.gpu.row import Figures, Row, answer, pytest_counts
 
 TITLE = "Prove"
+MACHINE = "machine"
 ENGINE = (
     "activation_store", "batch_loader", "checkpoint", "checkpoint_files", "checkpoint_saver", "copies", "device",
     "executor", "gradients", "p2p_channels", "recorder", "segments", "split_executor", "staging", "transport",
@@ -31,7 +32,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
     sanitizer = {cases.SANITIZER: "1"} if device == "cuda" else {}
     training = [["two ranks", TISSUE_SMALL if is_small else TISSUE]]
     return (
-        Row("machine", "What hardware and which versions are these?", call_argv(cases.facts), 60,
+        Row(MACHINE, "What hardware and which versions are these?", call_argv(cases.facts), 60,
             read=machine_facts),
         Row("engine tests", "Do the tests of the engine's parts pass on the GPU?",
             (*PYTEST, *(f"tests/engine/test_{name}.py" for name in ENGINE)), 130,

@@ -175,15 +175,19 @@ def test_the_page_shows_figures_with_units_and_reasons() -> None:
         {"model": "unet", "side_px": 1024, "policy": "keep", "allocated_bytes": 2**21, "error": -0.25, "step_s": 0.01},
         {"model": "unet", "side_px": 1024, "policy": "plan", "refused": "too | large"},
     ]
+    rates = {"d2h_bytes_per_s": 5e10, "images_per_s": 1.0}
     text = page([
         a_line(figures=[{"step_s": 9.0}]), a_line(figures=figures), a_line(row="profile", status=FAILED, reason="no"),
-        a_line(row="gone", figures=[{"d2h_bytes_per_s": 5e10}]), a_line(is_fake=True, hardware={"gpu": "of tests"}),
+        a_line(status=NOT_MEASURED, reason="time was over"), a_line(row="gone", figures=[rates], commit="01-dirty"),
+        a_line(is_fake=True, hardware={"gpu": "of tests"}),
     ])  # fmt: skip
     assert "| model | side [px] | policy | allocated [MiB] | error | step [ms] | refused |" in text
     assert "| unet | 1024 | keep | 2.0 | -0.25 | 10.00 | |" in text
     assert "| unet | 1024 | plan | | | | too \\| large |" in text
     assert "Failed: no. `python -m x`, 2026-01-02 03:04 UTC, commit 0123456789ab." in text
-    assert "| d2h [GB/s] |" in text
+    assert "time was over" not in text
+    assert "| d2h [GB/s] | speed [images/s] |\n| --- | --- |\n| 50.0 | 1.00 |" in text
+    assert "commit 01 with changes." in text
     assert "| its memory | 16.0 GiB |" in text
     assert "**Half the memory.**" in text and "Not measured on a GPU." in text
     assert "of tests" not in text and "9000" not in text
