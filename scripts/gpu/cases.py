@@ -1,12 +1,16 @@
-"""What rows measure that no benchmark does; each function runs in a process of its own, and only there loads torch."""
+"""What rows measure that no benchmark does; each function runs in a process of its own, and only there loads torch.
+
+One of several cases prints the figures of those that have ended, so that some are left where its time is over.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +79,22 @@ def trained(ways: Ways, predicts: bool = False, first_is_base: bool = False) -> 
 
     `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named with the reason.
     """
-    rows = [{"way": way, **_trained(words, predicts)} for way, words in ways]
+    rows = _shown({"way": way, **_trained(words, predicts)} for way, words in ways)
+    return _over_the_first(rows) if first_is_base else rows
+
+
+def _shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print all rows so far with each one that is made, and return them."""
+    made: list[dict[str, Any]] = []
+    for row in rows:
+        made.append(row)
+        print(json.dumps(made), flush=True)
+    return made
+
+
+def _over_the_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     base = rows[0].get("step_s")
-    if first_is_base and base:
-        rows = [row | ({"ratio": row["step_s"] / base} if "step_s" in row else {}) for row in rows]
-    return rows
+    return [row | ({"ratio": row["step_s"] / base} if base and "step_s" in row else {}) for row in rows]
 
 
 def _trained(words: str, predicts: bool) -> dict[str, Any]:
@@ -205,16 +220,17 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 
 def kernels(model: str, side_px: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
     """Time a step on one rank by precision, cudnn_benchmark and TF32, each in a process of its own."""
-    rows = []
+    return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s)))
+
+
+def _kernels(model: str, side_px: int, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
     for precision in ("float32", "bf16_mixed", "bf16_pure"):
         for is_benchmarked in (False, True):
             for tf32 in (False, True) if precision == "float32" else (None,):
                 chosen = {"precision": precision, "cudnn_benchmark": is_benchmarked, "tf32": tf32}
                 words = f"train.precision={precision} machine.cudnn_benchmark={str(is_benchmarked).lower()}"
                 words += "" if tf32 is None else f" machine.tf32={str(tf32).lower()}"
-                rows.append({**chosen, **in_child(step_of, model, side_px, words, steps, limit_s=limit_s)})
-    first = rows[0].get("step_s")
-    return [row | ({"ratio": row["step_s"] / first} if first and "step_s" in row else {}) for row in rows]
+                yield {**chosen, **in_child(step_of, model, side_px, words, steps, limit_s=limit_s)}
 
 
 def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:

@@ -78,12 +78,11 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     begin_s = time.monotonic()
     ended = run_ranks(argv, variables, timeout_s=limit_s, on_line=lines.append, echo=False)
     wall_s = time.monotonic() - begin_s
+    figures, unread = _read(row, lines)
     if ended.timed_out:
-        return Outcome(FAILED, [], _why(lines, f"did not end within {limit_s:.0f} s"), wall_s)
-    try:
-        figures = row.read(lines)
-    except ValueError as error:
-        return Outcome(FAILED, [], _why(lines, str(error)), wall_s)
+        return Outcome(FAILED, figures, _why(lines, f"did not end within {limit_s:.0f} s"), wall_s)
+    if unread:
+        return Outcome(FAILED, [], _why(lines, unread), wall_s)
     said = f"exit code {ended.returncode}" if ended.returncode else ""
     if all(UNMEASURED in figure for figure in figures):
         return Outcome(NOT_MEASURED, figures, figures[0][UNMEASURED], wall_s)
@@ -91,6 +90,14 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
     if all(why) or any(figure.get("num_failed") for figure in figures):
         return Outcome(FAILED, figures, why[0] or said, wall_s)
     return Outcome(MEASURED, figures, said, wall_s)
+
+
+def _read(row: Row, lines: Sequence[str]) -> tuple[Figures, str]:
+    """Return the figures of what a row printed, or why there are none."""
+    try:
+        return row.read(lines), ""
+    except ValueError as error:
+        return [], str(error)
 
 
 def _why(lines: Sequence[str], otherwise: str) -> str:

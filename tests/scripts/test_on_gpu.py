@@ -61,6 +61,13 @@ def test_a_row_that_does_not_end_is_ended() -> None:
     assert found.wall_s < 20
 
 
+def test_a_row_that_does_not_end_keeps_the_figures_it_has_printed() -> None:
+    statement = f"{printing([{'x': 1}], [{'x': 1}, {'x': 2}])}\nwhile True: pass"
+    found = run(a_row(statement, limit_s=2.0), 30)
+    assert found.status == FAILED and "did not end within 2 s" in found.reason
+    assert found.figures == [{"x": 1}, {"x": 2}]
+
+
 @pytest.mark.parametrize(
     ("statement", "status", "reason"),
     [
