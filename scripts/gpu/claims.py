@@ -63,4 +63,4 @@ def _strips(name: str, of: str, height_px: int, numbers: str, limit_s: float, is
     program = (*STRIPS, "--models", NETWORKS[name], "--heights", str(height_px), "--strips", numbers)
     words = OF_SMALL_STRIPS if is_small else OF_STRIPS
     question = "How much longer does a step take in strips than with the whole image?"
-    return Row(f"strips{of}, {name}", question, (*program, *words), 200 if is_small else limit_s, columns=STRIP_COLUMNS)
+    return Row(f"strips{of}, {name}", question, (*program, *words), limit_s, columns=STRIP_COLUMNS)
