@@ -149,12 +149,10 @@ def mpi_takes_pointers() -> dict[str, bool]:
 
 def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, Any]:
     """Train some steps on one rank under a memory policy; torch's CUDA sanitizer, if it is on, raises at a race."""
-    from gems.engine.device import open_device
     from scripts.bench.memory_rig import OneRank, one_rank, planned
 
     words = "schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size=1 memory.min_offload_bytes=0"
     spec = one_rank(model, side_px, words, gpu_machine(), f"memory={policy}")
-    open_device(spec.machine)
     run = OneRank.under(spec, planned(spec))
     for _ in range(steps):
         run.step()

@@ -16,8 +16,9 @@ HEAD = """# GPU
 What was proved and measured on a GPU, by one command; this page is made from the lines that it wrote.
 """
 NOTHING = """
-Not measured on a GPU. The tables below say what the three parts will measure. On a CUDA device made of host memory
-every row runs (`make test-device ARGS=on_gpu`), but its figures say nothing about a GPU and are not kept.
+Not measured on a GPU. The tables below say what the three parts will measure. On a CUDA device made of host memory all
+rows run (`make test-device ARGS=on_gpu`), without torch's sanitizer and its profiler of kernels, which know no such
+device; their figures say nothing about a GPU and are not kept.
 """
 HOW = """
 ## Run it
