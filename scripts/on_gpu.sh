@@ -34,8 +34,8 @@ if [[ -n $lacking && -x $venv/bin/python ]]; then
 fi
 if [[ -n $lacking ]]; then
   wheels=${GEMS_WHEELS:-}
-  [[ -n $wheels ]] || refuse "GEMS_WHEELS=: $lacking is missing here; name a folder of wheels, or install it"
-  compgen -G "$wheels/*.whl" >/dev/null || refuse "GEMS_WHEELS=$wheels: there is no wheel in it; $lacking is missing here"
+  [[ -n $wheels ]] || refuse "GEMS_WHEELS=: missing here: $lacking; name a folder of wheels, or install them"
+  compgen -G "$wheels/*.whl" >/dev/null || refuse "GEMS_WHEELS=$wheels: there is no wheel in it; missing here: $lacking"
   base=${PYTHON:-python3}
   "$base" -m venv --without-pip "$venv"
   python=$venv/bin/python
@@ -44,6 +44,6 @@ if [[ -n $lacking ]]; then
   "$base" -m pip --python "$python" install --quiet --no-index --no-deps --disable-pip-version-check "$wheels"/*.whl \
     || refuse "GEMS_WHEELS=$wheels: its wheels do not suit $("$base" --version); take those of this Python"
   lacking=$(missing "$python")
-  [[ -z $lacking ]] || refuse "GEMS_WHEELS=$wheels: $lacking is still missing; add its wheel"
+  [[ -z $lacking ]] || refuse "GEMS_WHEELS=$wheels: still missing: $lacking; add their wheels"
 fi
 exec "$python" -m scripts.gpu "$@"

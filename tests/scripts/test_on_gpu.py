@@ -260,8 +260,8 @@ def test_the_shell_script_makes_an_environment_of_wheels(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({}, "GEMS_WHEELS=: hydra is missing here; name a folder of wheels, or install it"),
-        ({"GEMS_WHEELS": "/no/such"}, "GEMS_WHEELS=/no/such: there is no wheel in it; hydra is missing here"),
+        ({}, "GEMS_WHEELS=: missing here: hydra; name a folder of wheels, or install them"),
+        ({"GEMS_WHEELS": "/no/such"}, "GEMS_WHEELS=/no/such: there is no wheel in it; missing here: hydra"),
         ({"PYTHON": "/no/such"}, "PYTHON=/no/such does not run: name a Python 3.11 or later"),
     ],
 )
