@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 300.0
 LARGE_COPY_BYTES = 256 * 2**20
-ROUND_BYTES = 2**30  # the least that one timing moves
+ROUND_BYTES = 2**30  # that one timing moves
 ROUNDS = 7
 
 
@@ -137,16 +137,19 @@ def copy_rates() -> dict[str, float] | None:
     return {name: found[name] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
 
 
-def bandwidth(device: torch.device, copy_bytes: int) -> dict[str, float]:
-    """Measure copies between a GPU and pinned host memory: each way alone, and both at once on streams of their own.
+def bandwidth(
+    device: torch.device, copy_bytes: int, is_pinned: bool = True, round_bytes: int = ROUND_BYTES
+) -> dict[str, float]:
+    """Measure copies between a GPU and host memory: each way alone, and both at once on streams of their own.
 
-    Return the size of a copy and medians of bytes per second; `duplex` ones are while the other way is busy too.
+    Return the size of a copy and medians of bytes per second; `duplex` ones are while the other way is busy too. Copies
+    of pageable memory (not `is_pinned`) wait for each other. A timing moves `round_bytes` or a copy more.
     """
     import torch
 
-    count = max(1, ROUND_BYTES // copy_bytes)
+    count = max(1, round_bytes // copy_bytes)
     on_device = [torch.zeros(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    on_host = [torch.zeros(copy_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_host = [torch.zeros(copy_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
     # target, source and stream of each way
     lanes = {
         "d2h": (on_host[0], on_device[0], torch.cuda.Stream(device)),

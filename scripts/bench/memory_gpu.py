@@ -1,11 +1,13 @@
 """Memory policies on a CUDA GPU: copies, overhead at half the memory, the largest image, and peaks beside predictions.
 
-`--part bandwidth`: pinned copies each way and both at once, of 1, 16 and 256 MiB. `--part overhead`: a step of our plan
+`--part bandwidth`: copies each way and both at once, of `--copies` MiB, of pinned and of pageable memory; the other
+parts plan by them. `--part overhead`: a step of our plan
 with half of the activations' peak saved over a step that keeps all, beside torch's save_on_cpu with pinned memory,
 torchtune's OffloadActivations if it is installed, and torch.utils.checkpoint around each layer; all take turns in one
-process, medians. `--part largest`: the largest square image that ResNet-110-v2 trains at under each policy. `--part
-peaks`: allocated, reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and cases
-that do not fit are named. `--sizes` are the sides of the images in px.
+process, medians. `--part largest`: the largest square image that `--largest-of` trains at under each policy, from
+`--first-px` in steps of `--step-px`, on a device of `--device-bytes` or the whole one. `--part peaks`: allocated,
+reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and cases that do not fit are
+named. `--sizes` are the sides of the images in px.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ from gems.errors import DoesNotFitError
 from gems.models.build import input_spec
 from scripts.bench import memory_rig
 from scripts.bench.memory_rig import PEERS, OneRank, PlainLoop, one_rank, why_not
-from scripts.bench.rig import GIB, MIB, Table, answered, in_child, in_turns, log, options
+from scripts.bench.rig import GIB, MIB, Table, answered, gpu_machine, in_child, in_turns, log, options
 from scripts.calibrate import bandwidth
 
 MODELS = ("vgg16", "resnet152", "unet")
 LARGEST_OF = "resnet110_v2"
 STEP_PX, FIRST_PX, MAX_PX = 128, 512, 16384
 PARTS = ("bandwidth", "overhead", "largest", "peaks")
-COPY_BYTES = (MIB, 16 * MIB, 256 * MIB)
 CHILD_LIMIT_S = 560.0
 
 OURS = {"keep": "memory=keep", "plan": "memory=plan memory.target_reduction=0.5"}
@@ -42,18 +43,22 @@ POLICIES = ["keep", "vdnn_all", "vdnn_conv", "lms", "recompute", "plan"]
 DEVICE = "cuda"
 PROFILE = "profile=measured"
 BATCH = 1
-SHEETS = ("v100", "a100", "h100", "h200")
 DEVICE_SHARE = 0.92  # of the device, for a plan: the rest is CUDA's own and fragmentation
 HOST_SHARE = 0.7
+PINNED, PAGEABLE = "pinned", "pageable"
 Rates = dict[str, float]
 
 
-def _bandwidth_rows() -> list[dict[str, Any]]:
+def _bandwidth_rows(copies_mib: Sequence[int], round_mib: int) -> list[dict[str, Any]]:
     table = Table(
-        "copy MiB=copy_bytes:10.0f", "d2h GB/s=d2h_bytes_per_s:10.1f", "h2d GB/s=h2d_bytes_per_s:10.1f",
+        "host memory=memory:<12", "copy MiB=copy_bytes:10.0f", "d2h GB/s=d2h_bytes_per_s:10.1f",
+        "h2d GB/s=h2d_bytes_per_s:10.1f",
         "both, d2h GB/s=duplex_d2h_bytes_per_s:16.1f", "h2d GB/s=duplex_h2d_bytes_per_s:10.1f",
     )  # fmt: skip
-    return table.rows(bandwidth(torch.device("cuda"), copy_bytes) for copy_bytes in COPY_BYTES)
+    return table.rows(
+        {"memory": memory, **bandwidth(torch.device("cuda"), size * MIB, memory == PINNED, round_mib * MIB)}
+        for memory, size in product((PAGEABLE, PINNED), copies_mib)
+    )
 
 
 def _overhead_rows(models: Sequence[str], sizes: Sequence[int], rounds: int, rates: Rates) -> list[dict[str, Any]]:
@@ -71,24 +76,28 @@ def _overhead_rows(models: Sequence[str], sizes: Sequence[int], rounds: int, rat
     return rows
 
 
-def largest_rows(policies: Sequence[str], rates: Rates) -> Iterator[dict[str, Any]]:
+def largest_rows(
+    policies: Sequence[str], rates: Rates, model: str = LARGEST_OF, first_px: int = FIRST_PX, step_px: int = STEP_PX,
+    device_bytes: int = 0,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the largest side in px that trains under each policy: doubled while it fits, then bisected."""
     for policy in policies:
         tried: dict[int, dict[str, Any]] = {}
 
         def fits(side_px: int, policy: str = policy, tried: dict[int, dict[str, Any]] = tried) -> bool:
-            tried[side_px] = _child(run_alone, LARGEST_OF, side_px, policy, rates)
+            tried[side_px] = _child(run_alone, model, side_px, policy, rates, device_bytes)
             return "step_s" in tried[side_px]
 
-        good, bad = 0, FIRST_PX
+        good, bad = 0, first_px
         while bad <= MAX_PX and fits(bad):
             good, bad = bad, 2 * bad
-        while good and bad <= MAX_PX and bad - good > STEP_PX:
-            middle = (good + bad) // 2 // STEP_PX * STEP_PX
+        while good and bad <= MAX_PX and bad - good > step_px:
+            middle = (good + bad) // 2 // step_px * step_px
             good, bad = (middle, bad) if fits(middle) else (good, middle)
         end = f", not at {bad}: {why_not(tried[bad])}" if bad in tried else ", the largest tried"
-        log(f"{LARGEST_OF} under {policy:12s} trains at {good} px{end}")
-        yield {"model": LARGEST_OF, "policy": policy, "side_px": good, **tried.get(good, {})}
+        log(f"{model} under {policy:12s} trains at {good} px{end}")
+        refused = why_not(tried[bad]) if bad in tried else ""
+        yield {"model": model, "policy": policy, "side_px": good, **tried.get(good, {}), "next_px": bad, "why": refused}
 
 
 def _peak_rows(models: Sequence[str], side_px: int, policies: Sequence[str], rates: Rates) -> list[dict[str, Any]]:
@@ -138,16 +147,19 @@ def compare_ways(model: str, side_px: int, rounds: int, rates: Rates) -> dict[st
     return {"model": model, "side_px": side_px, "ways": ways}
 
 
-def run_alone(model: str, side_px: int, policy: str, rates: Rates) -> dict[str, Any]:
-    """Run two steps under one policy, and return the peaks of the second beside the prediction."""
+def run_alone(model: str, side_px: int, policy: str, rates: Rates, device_bytes: int = 0) -> dict[str, Any]:
+    """Run two steps under one policy, and return the peaks of the second beside the prediction.
+
+    `device_bytes` is what the allocator may give; 0 for most of the device.
+    """
     before = _device_used_bytes()
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_bytes = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     limits = (
-        f"machine.device_bytes={round(DEVICE_SHARE * torch.cuda.mem_get_info()[1])} "
+        f"machine.device_bytes={device_bytes or round(DEVICE_SHARE * torch.cuda.mem_get_info()[1])} "
         f"machine.host_bytes={round(HOST_SHARE * free_bytes)}"
     )
-    spec = one_rank(model, side_px, _machine(rates), limits, _two_micro_batches(), f"memory={policy}")
+    spec = one_rank(model, side_px, gpu_machine(**rates), limits, _two_micro_batches(), f"memory={policy}")
     row, run = memory_rig.under_policy(spec)
     if run is not None:
         row["nvml_bytes"] = _device_used_bytes() - before
@@ -157,27 +169,20 @@ def run_alone(model: str, side_px: int, policy: str, rates: Rates) -> dict[str, 
 
 def _build(way: str, model: str, side_px: int, rates: Rates) -> OneRank | PlainLoop:
     if way in OURS:
-        spec = one_rank(model, side_px, _machine(rates), PROFILE, _two_micro_batches(), OURS[way])
+        spec = one_rank(model, side_px, gpu_machine(**rates), PROFILE, _two_micro_batches(), OURS[way])
         return OneRank.under(spec, memory_rig.planned(spec))
     if way == "torchtune":
         try:
             PEERS[way]()
         except Exception as error:
             raise ImportError("torchtune is not installed here") from error
-    spec = one_rank(model, side_px, _machine(rates))
+    spec = one_rank(model, side_px, gpu_machine(**rates))
     images = [torch.randn(input_spec(spec.data, BATCH).shape, device=DEVICE) for _ in range(2)]
     return PlainLoop(memory_rig.layer_modules(spec, DEVICE), images, way)
 
 
 def _two_micro_batches() -> str:
     return f"schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size={BATCH}"
-
-
-def _machine(rates: Rates) -> str:
-    """Return the machine with the copy rates measured; its other rates are those of its data sheet if we have one."""
-    name = torch.cuda.get_device_name().lower()
-    known = next((machine for machine in SHEETS if machine in name), "cuda")
-    return " ".join([f"machine={known}", *(f"machine.{name}={rate}" for name, rate in rates.items())])
 
 
 def _line(error: Exception) -> str:
@@ -212,8 +217,10 @@ def _device_used_bytes() -> int:
 def main(argv: Sequence[str]) -> int:
     """Print the tables, or with --json one object; refuse without a GPU."""
     given = options(
-        __doc__, argv, json=False, only="", part=("all", *PARTS), sizes=[1024, 4096], policies=POLICIES, rounds=7
-    )
+        __doc__, argv, json=False, models=list(MODELS), part=("all", *PARTS), sizes=[1024, 4096], policies=POLICIES,
+        rounds=7, copies=[1, 16, 256], round_mib=1024, largest_of=LARGEST_OF, first_px=FIRST_PX, step_px=STEP_PX,
+        device_bytes=0,
+    )  # fmt: skip
     if not torch.cuda.is_available():
         log("bench-memory-gpu: torch sees no CUDA GPU here: nothing was measured")
         return 2
@@ -224,15 +231,15 @@ def main(argv: Sequence[str]) -> int:
         "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
     log(", ".join(f"{name} {value}" for name, value in answer.items()))
-    answer["bandwidth"] = copies = _bandwidth_rows()  # the plans are based on it
+    answer["bandwidth"] = copies = _bandwidth_rows(given.copies, given.round_mib)
     rates = {name: copies[-1][f"duplex_{name}"] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
-    models = [model for model in MODELS if given.only in model]
     if given.part in ("all", "overhead"):
-        answer["overhead"] = _overhead_rows(models, given.sizes, given.rounds, rates)
+        answer["overhead"] = _overhead_rows(given.models, given.sizes, given.rounds, rates)
     if given.part in ("all", "largest"):
-        answer["largest"] = list(largest_rows(given.policies, rates))
+        limits = (given.largest_of, given.first_px, given.step_px, given.device_bytes)
+        answer["largest"] = list(largest_rows(given.policies, rates, *limits))
     if given.part in ("all", "peaks"):
-        answer["peaks"] = _peak_rows(models, given.sizes[0], given.policies, rates)
+        answer["peaks"] = _peak_rows(given.models, given.sizes[0], given.policies, rates)
     return answered(answer, False, given.json)
 
 

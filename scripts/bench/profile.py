@@ -1,17 +1,23 @@
-"""How near a predicted peak is to the allocator's: each stage of a model cut in four, alone in a process of its own.
+"""How near predictions are to this device: peaks of stages by the allocator, and the times and bytes of layers.
 
-Predicted: the memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters, gradients
-and momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in flight and
-with two. Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's
-profiler records every allocation and release of its allocator, on a GPU the allocator's own peak and what it has
-reserved are read. `--device cuda` predicts by a profile measured there (`--source measured`). `--sizes` are the sides
-of the images in px. The exit code is 1 if an error of allocated bytes is above 5 %.
+`--part peaks`: each stage of a model cut in four, alone in a process of its own. Predicted: the memory of a stage by
+the tables over the layers' profile, taken on fake tensors: parameters, gradients and momentum, buffers, inputs, and the
+larger of the peaks of forward and backward, with one micro-batch in flight and with two. Measured: the engine's stage
+runs forward and backward with gradients in place; on a processor torch's profiler records every allocation and release
+of its allocator, on a GPU the allocator's own peak and what it has reserved are read. `--device cuda` predicts by a
+profile measured there (`--source measured`). `--sizes` are the sides of the images in px. The exit code is 1 if an
+error of allocated bytes is above 5 %.
+
+`--part layers`: a profile on fake tensors, by the rates of this machine in conf/, over one measured here: seconds of
+forward and backward and bytes kept for backward, of all layers together, and the least and the most of any layer that
+takes a hundredth of the time or bytes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -23,16 +29,36 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers, input_spec
 from gems.partition.even import even
+from gems.profile.model_profile import LayerProfile, ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.layer_run import training_loss
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.spans import Spans
-from scripts.bench.rig import Table, allocator_peaks, answered, composed, in_child, log, machine, options, square
+from scripts.bench.rig import (
+    Table,
+    allocator_peaks,
+    answered,
+    composed,
+    gpu_machine,
+    in_child,
+    log,
+    machine,
+    options,
+    spread,
+    square,
+)
 
 MODELS = ("resnet110_v2", "vgg16", "amoebanet_d", "unet")
 NUM_STAGES = 4
 MAX_ERROR = 0.05
 STATE_COPIES = 3  # parameters, gradients, momentum
+LARGE_SHARE = 0.01  # of a layer that counts on its own
+PARTS = ("peaks", "layers")
+OF_A_LAYER: dict[str, Callable[[LayerProfile], float]] = {
+    "forward_s": lambda layer: layer.forward_s,
+    "backward_s": lambda layer: layer.input_grad_s + layer.weight_grad_s,
+    "kept_bytes": lambda layer: layer.kept_bytes,
+}
 
 
 def _model_run(model: str, side_px: int, device: str) -> RunSpec:
@@ -102,30 +128,62 @@ def model_rows(model: str, side_px: int, device: str, source: str) -> Iterator[d
         }  # fmt: skip
 
 
+def layer_rows(model: str, side_px: int, device: str) -> Iterator[dict[str, Any]]:
+    """Yield what the layers of a model take together by a fake profile beside a measured one, a quantity each."""
+    spec = _model_run(model, side_px, device)
+    sheet = composed(gpu_machine()).machine if device == "cuda" else spec.machine
+    parts = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.layer_dtype)
+    fake, real = fake_profile(*parts, sheet), measured_profile(*parts, replace(spec.machine, name=sheet.name))
+    for quantity in OF_A_LAYER:
+        yield {"model": model, "side_px": side_px, **compared(fake, real, quantity)}
+
+
+def compared(fake: ModelProfile, real: ModelProfile, quantity: str) -> dict[str, Any]:
+    """Return a quantity of all layers by both profiles, and the spread of predicted over measured by layer.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    of, (_, unit) = OF_A_LAYER[quantity], quantity.rsplit("_", 1)
+    pairs = [(of(predicted), of(measured)) for predicted, measured in zip(fake.layers, real.layers, strict=True)]
+    predicted, measured = map(sum, zip(*pairs, strict=True))
+    if not measured:
+        raise ValueError(f"{quantity}: nothing was measured")
+    large = spread([max(one, 1e-12) / other for one, other in pairs if other > LARGE_SHARE * measured])
+    return {
+        "quantity": quantity, f"predicted_{unit}": predicted, f"measured_{unit}": measured,
+        "ratio": predicted / measured, "least_ratio": large["least"], "most_ratio": large["most"],
+    }  # fmt: skip
+
+
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object."""
     given = options(
         __doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), source=("fake", "measured"),
-        sizes=[256, 512],
+        sizes=[256, 512], part=PARTS,
     )  # fmt: skip
     torch.set_num_threads(given.threads)
     if given.device == "cuda" and not torch.cuda.is_available():
         log("bench-profile: torch sees no GPU here: unmeasured")
         return 0
     machine()
+    cases = [(model, side_px) for model, side_px in product(MODELS, given.sizes) if given.only in model]
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+    answer = {"device": name, "torch": torch.__version__, "source": given.source}
+    if given.part == "layers":
+        table = Table(
+            "model:<14", "px=side_px:6d", "quantity:>12", "predicted ms=predicted_s:>14.2f",
+            "measured ms=measured_s:>13.2f", "predicted MiB=predicted_bytes:>15.1f",
+            "measured MiB=measured_bytes:>14.1f", "ratio:>7.2f", "least=least_ratio:>7.2f", "most=most_ratio:>7.2f",
+        )  # fmt: skip
+        found = table.rows(row for case in cases for row in layer_rows(*case, given.device))
+        return answered(answer | {"rows": found}, False, given.json)
     table = Table(
         "model:<14", "px=side_px:6d", "stage:7d", "flight=micro_batches:8d", "predicted MiB=predicted_bytes:15.1f",
         "allocated MiB=allocated_bytes:15.1f", "error %=error:9.2f", "reserved MiB=reserved_bytes:14.1f",
     )  # fmt: skip
-    rows = table.rows(
-        row
-        for model, side_px in product(MODELS, given.sizes)
-        if given.only in model
-        for row in model_rows(model, side_px, given.device, given.source)
-    )
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-    answer = {"device": name, "torch": torch.__version__, "source": given.source, "rows": rows}
-    return answered(answer, any(abs(row["error"]) > MAX_ERROR for row in rows), given.json)
+    rows = table.rows(row for model, side_px in cases for row in model_rows(model, side_px, given.device, given.source))
+    return answered(answer | {"rows": rows}, any(abs(row["error"]) > MAX_ERROR for row in rows), given.json)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     import torch
 
 RUN_LIMIT_S = 550.0
+POSITIONAL = ("overrides", "number")
 HELP = {"json": "print one object on stdout", "only": "run the cases whose name contains ONLY"}
 UNITS = {"ms": 1e3, "%": 100.0, "MiB": 1 / MIB, "GiB": 1 / GIB, "MB": 1e-6, "GB": 1e-9, "GB/s": 1e-9}
+SHEETS = ("v100", "a100", "h100", "h200")  # GPUs of conf/machine
 Rows = Iterable[dict[str, Any]]
 K = TypeVar("K")
 T = TypeVar("T")
@@ -62,7 +64,7 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             kind = {"choices": default, "default": default[0]}
         elif isinstance(default, list):
             kind["type"] = lambda text, values=default: [type(values[0])(word) for word in text.split(",")]
-        parser.add_argument(key if key == "overrides" else f"--{name}", **{"help": HELP.get(name), **kind})
+        parser.add_argument(key if key in POSITIONAL else f"--{name}", **{"help": HELP.get(name), **kind})
     return parser.parse_args(argv)
 
 
@@ -132,6 +134,18 @@ def composed(*words: str | Sequence[str]) -> RunSpec:
     return compose([word for part in words for word in (part.split() if isinstance(part, str) else part)])
 
 
+def gpu_machine(**rates: float) -> str:
+    """Return the overrides of this machine's GPU: its data sheet's rates if conf/ has one, and those given.
+
+    Needs a GPU.
+    """
+    import torch
+
+    name = torch.cuda.get_device_name().lower()
+    known = next((machine for machine in SHEETS if machine in name), "cuda")
+    return " ".join([f"machine={known}", *(f"machine.{key}={rate}" for key, rate in rates.items())])
+
+
 def square(side_px: int) -> str:
     """Return the overrides of square images."""
     return f"data.height_px={side_px} data.width_px={side_px}"
@@ -155,6 +169,14 @@ def quartiles(ratios: Sequence[float]) -> dict[str, float]:
 def spread(ratios: Sequence[float]) -> dict[str, float]:
     """Return the geometric mean, the least and the most of ratios; there must be one."""
     return {"mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def cause_of(lines: Sequence[str]) -> str:
+    """Return the line of a program's output that says why it failed: a rank's error, its exception, or the last one."""
+    ranks = [line for line in lines if re.match(r"\[rank \d+\] ERROR ", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Errors|Exception|Exit|Interrupt)\b.*:", line)]
+    said = ranks[:1] or errors[-1:] or list(lines)[-1:]
+    return " ".join(" ".join(said).split())[:300]
 
 
 def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None, timeout_s: float = RUN_LIMIT_S) -> None:
@@ -185,7 +207,7 @@ def in_child(
     except subprocess.TimeoutExpired:
         return {"failed": f"did not end within {limit_s:.0f} s"}
     if ended.returncode:
-        return {"failed": " ".join(ended.stderr.splitlines()[-1:])[:300] or f"exit code {ended.returncode}"}
+        return {"failed": cause_of(ended.stderr.splitlines()) or f"exit code {ended.returncode}"}
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
-from gems.models.build import build_layers
+from gems.models.build import as_tuple, build_layers
 from gems.utils.host_memory import keep_freed_memory
 from scripts.bench.rig import Table, answered, in_turns, log, machine, options
 
@@ -89,7 +89,7 @@ class Bench:
         self._input = draw.to(device)
         self._layers = {way: self._build() for way in ("full", "ours", "torch")}
         self._full, self.stage = (Stage(self._layers[way], self._is_indices, lambda: None) for way in ("full", "ours"))
-        (output,) = self._full.infer((self._input,))
+        (output,) = as_tuple(self._full.infer((self._input,)))
         self._gradient = torch.randn_like(output)
 
     def _build(self) -> nn.ModuleList:

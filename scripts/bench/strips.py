@@ -3,11 +3,14 @@
 Parts: `device`, one rank with whole images, segment recompute, strips, and strips that are run again, by height;
 `ranks`, one image a step through two ranks, in strips and whole; `time`, one rank by number of strips and height;
 `bytes`, what strips save for backward over the whole image, on fake tensors; `largest`, the bytes of one device by
-height, on fake tensors. Ratios are medians of those of one round. Prints tables on stderr and JSON on stdout.
+height, on fake tensors. Ratios are medians of those of one round. `--width 0` is square images; `time` takes
+`--models` and `--strips`. Takes Hydra overrides for every run, such as machine=cuda. Prints tables on stderr and JSON
+on stdout; what does not run is named with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +21,7 @@ from typing import Any
 from analysis.io.load import load_parts
 from analysis.metrics.run_metrics import run_metrics
 from gems.config.schema import RunSpec
+from gems.errors import GemsError
 from gems.models import layers_of
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import strips_of
@@ -26,6 +30,7 @@ from gems.utils.atomic_io import read_json
 from scripts.bench.rig import (
     Table,
     answered,
+    cause_of,
     composed,
     counted_steps_s,
     finished_run,
@@ -35,9 +40,11 @@ from scripts.bench.rig import (
     square,
 )
 
+RESNET50, VGG16, CONVNEXT_TINY = "resnet50", "vgg16", "convnext_tiny"
 RESNET = "model=resnet50 model.norm=frozen_batch"
 VGG = "model=vgg16 model.norm=none"
 CONVNEXT = "model=convnext_tiny"
+MODELS = {RESNET50: ("ResNet-50", RESNET), VGG16: ("VGG-16", VGG), CONVNEXT_TINY: ("ConvNeXt-tiny", CONVNEXT)}
 ONE = (
     "data=synthetic schedule=layer_parallel parallel.partitions=1 parallel.micro_batches=1 parallel.micro_batch_size=1 "
     "data.validation_samples=1 data.train_samples=8 optimizer.lr=1e-9 train.steps=4 benchmark.skip_steps=1"
@@ -48,91 +55,120 @@ STRIP_ROWS, MIN_ROWS = 256, 64
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the chosen part and print it."""
-    chosen = options(__doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256, rounds=3)
+    chosen = options(
+        __doc__, argv, part=tuple(_PARTS), heights=[512, 1024, 2048], width=256, rounds=3, models=[RESNET50, VGG16],
+        strips=[2, 4, 8, 16, 32], overrides={"nargs": "*"},
+    )  # fmt: skip
+    if unknown := [model for model in chosen.models if model not in MODELS]:
+        raise SystemExit(f"--models={unknown[0]}: allowed are {', '.join(MODELS)}")
     machine()
-    return answered(_PARTS[chosen.part](chosen.heights, chosen.width, chosen.rounds), False)
+    return answered(_PARTS[chosen.part](chosen), False)
 
 
-def _device(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
-    table = Table("height:<8", *_COLUMNS)
+def _size(height: int, width: int) -> str:
+    return f"data.height_px={height} data.width_px={width or height}"
+
+
+def _device(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    table = Table("height=height_px:<8", *_COLUMNS)
     rows = []
-    for height in heights:
-        size, strips = f"data.height_px={height} data.width_px={width}", f"parallel.strips={height // STRIP_ROWS}"
+    for height in chosen.heights:
+        size, strips = _size(height, chosen.width), f"parallel.strips={height // STRIP_ROWS}"
         ways = {
             WHOLE: "", "segment recompute": "memory=recompute", f"strips of {STRIP_ROWS} rows": strips,
             "strips, run again": f"{strips} {AGAIN}",
         }  # fmt: skip
-        specs = {way: composed(RESNET, ONE, size, words) for way, words in ways.items()}
-        rows += table.rows({"height": height, **row} for row in _in_turns(specs, rounds))
+        specs = {way: composed(RESNET, ONE, size, words, chosen.overrides) for way, words in ways.items()}
+        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
     return rows
 
 
-def _ranks(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
-    table = Table("height:<8", *_COLUMNS)
+def _ranks(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    table = Table("height=height_px:<8", *_COLUMNS)
     rows = []
-    for height in heights:
+    for height in chosen.heights:
         words = {WHOLE: "schedule=layer_parallel"}
         words |= {f"{k} strips": f"schedule=1f1b parallel.strips={k}" for k in (2, 4, 8) if height // k >= MIN_ROWS}
-        specs = {way: composed(RESNET, ONE, square(height), "parallel.partitions=2 profile=measured", more)
-                 for way, more in words.items()}  # fmt: skip
-        rows += table.rows({"height": height, **row} for row in _in_turns(specs, rounds))
+        two = "parallel.partitions=2 profile=measured"
+        specs = {way: composed(RESNET, ONE, square(height), two, more, chosen.overrides) for way, more in words.items()}
+        rows += table.rows(({"height_px": height, **row} for row in _in_turns(specs, chosen.rounds)), _why_not)
     return rows
 
 
-def _time(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
-    table = Table("model:<10", "height:<8", *_COLUMNS)
+def _time(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    table = Table("model:<14", "height=height_px:<8", *_COLUMNS)
     rows = []
-    for name, model in (("ResNet-50", RESNET), ("VGG-16", VGG)):
-        for height in heights:
-            size = f"data.height_px={height} data.width_px={width}"
-            specs = {WHOLE: composed(model, ONE, size)}
-            specs |= {f"{k} strips": composed(model, ONE, size, f"parallel.strips={k}") for k in (2, 4, 8, 16, 32)}
-            rows += table.rows({"model": name, "height": height, **row} for row in _in_turns(specs, rounds))
+    for name, model in (MODELS[key] for key in chosen.models):
+        for height in chosen.heights:
+            ways = {WHOLE: ""} | {f"{k} strips": f"parallel.strips={k}" for k in chosen.strips}
+            size = _size(height, chosen.width)
+            specs = {way: composed(model, ONE, size, words, chosen.overrides) for way, words in ways.items()}
+            found = _in_turns(specs, chosen.rounds)
+            rows += table.rows(({"model": name, "height_px": height, **row} for row in found), _why_not)
     return rows
 
 
 def _in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str, Any]]:
-    """Train in turn; return a row for each way, whose times are over those of the first in the same round."""
+    """Train in turn; return a row for each way, whose times are over those of the first in the same round.
+
+    A way that fails in a round has no times; of one whose first way fails there are no ratios.
+    """
     calls: dict[str, Callable[[], dict[str, Any]]] = {way: partial(_run, spec) for way, spec in specs.items()}
     found = in_turns(calls, rounds)
     first = next(iter(found.values()))
     rows = []
     for way, runs in found.items():
-        ratios = [run["step_s"] / whole["step_s"] for whole, run in zip(first, runs, strict=True)]
+        if failed := next((run for run in runs if "failed" in run), None):
+            rows.append({"way": way, **failed})
+            continue
+        ratios = [run["step_s"] / whole["step_s"] for whole, run in zip(first, runs, strict=True) if "step_s" in whole]
         step_s = statistics.median(run["step_s"] for run in runs)
-        rows.append(runs[0] | {"way": way, "step_s": step_s, "ratio": statistics.median(ratios)})
+        ratio = statistics.median(ratios) if ratios else None
+        rows.append({"way": way, **runs[0], "step_s": step_s, "ratio": ratio})
     return rows
 
 
 def _run(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return the median step, and the most that any rank held: activations, and resident memory."""
-    with finished_run(spec) as folder:
-        result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
-        return {
-            "step_s": statistics.median(counted_steps_s(folder).tolist()),
-            "activation_bytes": max(result["peak_activation_bytes"]),
-            "predicted_bytes": max(result["predicted_activation_bytes"]),
-            "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
-        }
+    """Train, and return the median step, and the most that any rank held: activations, device and resident memory.
+
+    A run that does not fit, or fails, is the reason of it.
+    """
+    try:
+        with finished_run(spec) as folder:
+            result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
+            return {
+                "step_s": statistics.median(counted_steps_s(folder).tolist()),
+                "activation_bytes": max(result["peak_activation_bytes"]),
+                "predicted_bytes": max(result["predicted_activation_bytes"]),
+                "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
+                "rss_bytes": max(size or 0 for size in metrics.peak_rss_bytes),
+            }
+    except (GemsError, SystemExit) as error:
+        return {"failed": cause_of(str(error).splitlines())}
+
+
+def _why_not(row: dict[str, Any]) -> str:
+    return str(row.get("failed", ""))
 
 
 _COLUMNS = (
     "way:<20", "activations MiB=activation_bytes:>16.1f", "predicted MiB=predicted_bytes:>14.1f",
-    "resident MiB=rss_bytes:>14.0f", "step ms=step_s:>9.0f", "over whole=ratio:>11.2f",
+    "device MiB=device_bytes:>12.0f", "resident MiB=rss_bytes:>14.0f", "step ms=step_s:>9.0f",
+    "over whole=ratio:>11.2f",
 )  # fmt: skip
 
 
-def _bytes(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
+def _bytes(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     numbers = (1, 2, 4, 8, 16, 32)
-    table = Table("model:<14", "height:>7", *(f"{k}:>8.3f" for k in numbers))
+    table = Table("model:<14", "height=height_px:>7", *(f"{k}:>8.3f" for k in numbers))
     rows = []
-    for name, model in (("ResNet-50", RESNET), ("VGG-16", VGG), ("ConvNeXt-tiny", CONVNEXT)):
-        for height in heights:
-            whole = composed(model, ONE, f"data.height_px={height} data.width_px={width}")
+    for name, model in MODELS.values():
+        for height in chosen.heights:
+            whole = composed(model, ONE, _size(height, chosen.width), chosen.overrides)
             parts = (whole.model, whole.data, 1, whole.train.layer_dtype, whole.machine)
             saved = sum(layer.kept_bytes for layer in fake_profile(*parts).layers)
             cut = (0, len(layers_of(whole.model, whole.data)))
-            row: dict[str, Any] = {"model": name, "height": height}
+            row: dict[str, Any] = {"model": name, "height_px": height}
             for k in numbers:
                 spec = replace(whole, parallel=replace(whole.parallel, strips=k))
                 row[str(k)] = sum(strip.kept for strip in strips_of(spec, cut).stages[0]) / saved
@@ -140,22 +176,22 @@ def _bytes(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _largest(heights: list[int], width: int, rounds: int) -> list[dict[str, Any]]:
-    table = Table("height:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
+def _largest(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    table = Table("height=height_px:<8", "way:<34", "strips:>7", "device GiB=device_bytes:>11.2f")
     rows = []
-    for height in heights:
+    for height in chosen.heights:
         ways = {WHOLE: (1, "cost=profile"), "segment recompute": (1, "memory=recompute")}
         ways |= {f"strips of {height // k} rows, run again": (k, AGAIN) for k in (height // 64, height // 256)}
         for way, (k, words) in ways.items():
-            spec = composed(RESNET, ONE, square(height), f"parallel.strips={k}", words)
+            spec = composed(RESNET, ONE, square(height), f"parallel.strips={k}", words, chosen.overrides)
             peak = predict_peak(plan_run(spec))
             rows.append(
-                table.row({"height": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
+                table.row({"height_px": height, "way": way, "strips": k, "device_bytes": peak and peak.device_bytes})
             )
     return rows
 
 
-_PARTS: dict[str, Callable[[list[int], int, int], list[dict[str, Any]]]] = {
+_PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "device": _device, "ranks": _ranks, "time": _time, "bytes": _bytes, "largest": _largest,
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from scripts.gpu.prove import ENGINE
 from tests.fake_cuda.build import library, why_not
 from tests.fake_cuda.children import REPORTS
 from tests.fake_cuda.watch import APART, DIRECT
@@ -46,11 +47,6 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
     return Part(f"{name}, {way}", (f"tests/mpi/mpi_{name}.py",), chosen, environment)
 
 
-ENGINE = (
-    "activation_store", "batch_loader", "checkpoint", "checkpoint_files", "checkpoint_saver", "copies", "device",
-    "executor", "gradients", "memory_format", "out_of_memory", "p2p_channels", "recorder", "segments", "split_executor",
-    "staging", "transport",
-)  # fmt: skip
 PARTS = (
     Part("the device", ("tests/fake_cuda/fake_device.py",), num_ranks=1),
     Part("mutants", ("tests/fake_cuda/fake_mutants.py",), environment={"GEMS_FAKE_CUDA_SEEDS": "6"}, num_ranks=1),
@@ -74,6 +70,7 @@ PARTS = (
     _mpi("zoo"),
     _mpi("placed"),
     _mpi("transport"),
+    Part("on_gpu", ("tests/fake_cuda/fake_on_gpu.py",), num_ranks=1),
 )
 
 

@@ -119,7 +119,7 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(memory_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(memory_gpu, "_held_bytes", lambda made: next(held))
-    monkeypatch.setattr(memory_gpu, "_machine", lambda rates: "machine=cpu model.depth=8")
+    monkeypatch.setattr(memory_gpu, "gpu_machine", lambda **rates: "machine=cpu model.depth=8")
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
     monkeypatch.setitem(memory_gpu.OURS, "plan", "memory=plan memory.target_reduction=0.1 memory.budget_s=1")

@@ -1,0 +1,257 @@
+"""What rows measure that no benchmark does; each function runs in a process of its own, and only there loads torch.
+
+One of several cases prints the figures of those that have ended, so that some are left where its time is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.io.load import load_parts
+from analysis.metrics.run_metrics import run_metrics
+from gems import __version__
+from gems.config.schema import RunSpec
+from gems.errors import GemsError
+from gems.runs.provenance import commit
+from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
+from gems.utils.atomic_io import read_json
+from scripts.bench.rig import cause_of, composed, counted_steps_s, finished_run, gpu_machine, in_child
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Ways = Sequence[tuple[str, str]]  # the name of each run, and its overrides
+OF_VALIDATION = "validation_accuracy", "validation_majority", "num_validation"
+SANITIZER = "TORCH_CUDA_SANITIZER"
+NO_DEVICE_POINTERS = "this MPI takes no device pointers"
+HOST_BYTES = "SC_PHYS_PAGES", "SC_PAGE_SIZE"
+
+
+def facts() -> dict[str, Any]:
+    """Return what this machine is: its hardware, the versions of what runs on it, and whether its GPU is a real one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"failed": "torch sees no GPU here"}
+    from gems.engine.transport.mpi import gpu_support, library
+
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    hip = getattr(torch.version, "hip", None)
+    hardware = {
+        "gpu": device.name, "num_gpus": torch.cuda.device_count(), "gpu_bytes": device.total_memory,
+        "compute_capability": f"{device.major}.{device.minor}", "cpu": _processor(), "num_cores": os.cpu_count(),
+        "host_bytes": os.sysconf(HOST_BYTES[0]) * os.sysconf(HOST_BYTES[1]),
+    }  # fmt: skip
+    versions = {
+        "gems": __version__, "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": torch.version.cuda or hip, "cudnn": torch.backends.cudnn.version(), "driver": _driver(),
+        "mpi": library(), "mpi_takes_device_pointers": gpu_support(),
+    }  # fmt: skip
+    is_fake = torch.version.cuda is None and hip is None  # torch's build for processors has no GPU of its own
+    return {"hardware": hardware, "versions": versions, "commit": commit(ROOT), "is_fake": is_fake}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        found = pynvml.nvmlSystemGetDriverVersion()
+    except Exception:  # there is no such driver, or none that answers
+        return None
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def trained(ways: Ways, predicts: bool = False, first_is_base: bool = False) -> list[dict[str, Any]]:
+    """Train each run on this machine; return what it took and held, beside the prediction if `predicts`.
+
+    `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named with the reason.
+    """
+    rows = _shown({"way": way, **_trained(words, predicts)} for way, words in ways)
+    return _over_the_first(rows) if first_is_base else rows
+
+
+def _shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print all rows so far with each one that is made, and return them."""
+    made: list[dict[str, Any]] = []
+    for row in rows:
+        made.append(row)
+        print(json.dumps(made), flush=True)
+    return made
+
+
+def _over_the_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    base = rows[0].get("step_s")
+    return [row | ({"ratio": row["step_s"] / base} if base and "step_s" in row else {}) for row in rows]
+
+
+def _trained(words: str, predicts: bool) -> dict[str, Any]:
+    try:
+        spec = composed(words, gpu_machine())
+        row: dict[str, Any] = _predicted(spec) if predicts else {}
+        with finished_run(spec) as folder:
+            result, metrics = read_json(folder.result_json), run_metrics(load_parts(folder.path).trace)
+            row |= {
+                "step_s": statistics.median(counted_steps_s(folder).tolist()), "images_per_s": metrics.images_per_s,
+                "device_bytes": max(size or 0 for size in metrics.peak_device_bytes),
+                "first_loss": result["first_loss"], "last_loss": result["last_loss"],
+                **{name: result[name] for name in OF_VALIDATION if name in result},
+            }  # fmt: skip
+    except (GemsError, SystemExit) as error:
+        return {"failed": cause_of(str(error).splitlines())}
+    if row.get("predicted_s"):
+        row["time_error"] = row["predicted_s"] / row["step_s"] - 1
+    if row.get("predicted_bytes"):
+        row["bytes_error"] = row["predicted_bytes"] / row["device_bytes"] - 1
+    return row
+
+
+def _predicted(spec: RunSpec) -> dict[str, Any]:
+    plan = plan_run(spec)
+    steps_s, peak = predict_steps_s(plan), predict_peak(plan)
+    return {
+        "predicted_s": None if steps_s is None else steps_s / spec.train.steps,
+        "predicted_bytes": None if peak is None else peak.device_bytes,
+    }
+
+
+def staged(ways: Ways) -> list[dict[str, Any]]:
+    """Train the first run on one rank, and each other staged through the host and, if MPI takes them, with pointers."""
+    (first, words), *others = ways
+    runs = [(first, words)]
+    takes = bool(in_child(mpi_takes_pointers).get("takes"))
+    for way, words in others:
+        runs.append((f"{way}, through the host", f"{words} machine.transport=host"))
+        if takes:
+            runs.append((f"{way}, device pointers", f"{words} machine.transport=auto"))
+    rows = trained(runs, first_is_base=True)
+    return rows if takes else [*rows, {"way": "device pointers", "unmeasured": NO_DEVICE_POINTERS}]
+
+
+def mpi_takes_pointers() -> dict[str, bool]:
+    """Return whether MPI says that it takes device pointers."""
+    from gems.engine.transport.mpi import gpu_support
+
+    return {"takes": gpu_support()}
+
+
+def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, Any]:
+    """Train some steps on one rank under a memory policy; torch's CUDA sanitizer, if it is on, raises at a race."""
+    from scripts.bench.memory_rig import OneRank, one_rank, planned
+
+    words = "schedule=1f1b parallel.micro_batches=2 parallel.micro_batch_size=1 memory.min_offload_bytes=0"
+    spec = one_rank(model, side_px, words, gpu_machine(), f"memory={policy}")
+    run = OneRank.under(spec, planned(spec))
+    for _ in range(steps):
+        run.step()
+    assert run.pipeline.segments is not None
+    counters = run.pipeline.segments.store.counters
+    _synchronize()
+    return {
+        "model": model, "side_px": side_px, "policy": policy, "num_steps": steps,
+        "offloaded_bytes": counters.offloaded_bytes, "prefetched_bytes": counters.prefetched_bytes,
+        **({"num_races": 0} if SANITIZER in os.environ else {"unmeasured": "ran without torch's sanitizer"}),
+    }  # fmt: skip
+
+
+def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dict[str, Any]]:
+    """Return how long no kernel ran in a step on one rank, by torch's profiler, as a share of the step.
+
+    The step is from its first kernel's start to its last one's end.
+    """
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    from gems.schedule.lower import lower
+    from gems.simulation.build import compute_schedule
+    from scripts.bench.memory_rig import OneRank, one_rank
+
+    if ProfilerActivity.CUDA not in supported_activities():
+        return [{"unmeasured": "torch's profiler knows no GPU here"}]
+    rows = []
+    for side_px in sizes:
+        words = f"parallel.micro_batches={micro_batches} parallel.micro_batch_size=1"
+        spec = one_rank(model, side_px, words, gpu_machine())
+        run = OneRank(spec, lower(compute_schedule(spec)), None)
+        for _ in range(2):
+            run.step()
+        _synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run.step()
+            _synchronize()
+        on_gpu = (e for e in profiler.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA)
+        events = [event for event in on_gpu if not event.is_user_annotation()]  # those span the gaps between kernels
+        spans = sorted((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
+        row: dict[str, Any] = {"model": model, "side_px": side_px, "micro_batches": micro_batches}
+        if spans:
+            total_ns = max(end for _, end in spans) - spans[0][0]
+            row |= {"num_kernels": len(spans), "span_s": total_ns * 1e-9, "idle_share": 1 - union(spans) / total_ns}
+        else:
+            row["unmeasured"] = "torch's profiler saw no kernel"
+        rows.append(row)
+        del run
+        torch.cuda.empty_cache()
+    return rows
+
+
+def union(spans: Iterable[tuple[int, int]]) -> int:
+    """Return the length of what sorted spans cover together."""
+    covered = last = 0
+    for begin, end in spans:
+        covered += max(0, end - max(begin, last))
+        last = max(last, end)
+    return covered
+
+
+def kernels(model: str, side_px: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
+    """Time a step on one rank by precision, cudnn_benchmark and TF32, each in a process of its own."""
+    return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s)))
+
+
+def _kernels(model: str, side_px: int, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
+    for precision in ("float32", "bf16_mixed", "bf16_pure"):
+        for is_benchmarked in (False, True):
+            for tf32 in (False, True) if precision == "float32" else (None,):
+                chosen = {"precision": precision, "cudnn_benchmark": is_benchmarked, "tf32": tf32}
+                words = f"train.precision={precision} machine.cudnn_benchmark={str(is_benchmarked).lower()}"
+                words += "" if tf32 is None else f" machine.tf32={str(tf32).lower()}"
+                yield {**chosen, **in_child(step_of, model, side_px, words, steps, limit_s=limit_s)}
+
+
+def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:
+    """Return the median step of one rank that keeps its activations, and the allocator's peak."""
+    import torch
+
+    from gems.schedule.lower import lower
+    from gems.simulation.build import compute_schedule
+    from scripts.bench.memory_rig import OneRank, one_rank
+
+    spec = one_rank(model, side_px, "parallel.micro_batches=2 parallel.micro_batch_size=1", gpu_machine(), words)
+    run = OneRank(spec, lower(compute_schedule(spec)), None)
+    times_s = []
+    for _ in range(2 + steps):
+        _synchronize()
+        begin_s = time.perf_counter()
+        run.step()
+        _synchronize()
+        times_s.append(time.perf_counter() - begin_s)
+    return {"step_s": statistics.median(times_s[2:]), "device_bytes": torch.cuda.max_memory_allocated()}
+
+
+def _synchronize() -> None:
+    import torch
+
+    torch.cuda.synchronize()

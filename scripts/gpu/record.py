@@ -1,0 +1,109 @@
+"""The file of lines, one JSON object each: what a row gave, where, when and by which command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+from gems.errors import ConfigError
+from scripts.gpu.row import FAILED, Outcome, Row, run
+
+SCHEMA = "gems.gpu/1"
+KEYS = ("schema", "part", "row", "status", "figures", "reason", "command", "date", "commit", "hardware", "versions",
+        "is_fake")  # fmt: skip
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where rows run: facts of the hardware and versions, and whether its GPU is one that tests make of host memory."""
+
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    commit: str
+    is_fake: bool
+
+
+def run_part(part: int, rows: Sequence[Row], machine: Machine, out: Path | None, limit_s: float) -> list[Line]:
+    """Run rows in order within `limit_s` seconds, and append the line of each to `out` as soon as it ended.
+
+    Rows that would begin too late are recorded as not run. Profiles are kept for these rows alone.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    end_s = monotonic() + limit_s
+    with TemporaryDirectory() as cache:
+        own = {"GEMS_CACHE_DIR": cache}
+        return [_recorded(part, row, run(row, end_s - monotonic(), own), machine, out) for row in rows]
+
+
+def _recorded(part: int, row: Row, outcome: Outcome, machine: Machine, out: Path | None) -> Line:
+    line = {
+        "schema": SCHEMA, "part": part, "row": row.name, "status": outcome.status, "figures": outcome.figures,
+        "reason": outcome.reason, "wall_s": round(outcome.wall_s, 1), "command": row.command,
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "commit": machine.commit,
+        "hardware": dict(machine.hardware), "versions": dict(machine.versions), "is_fake": machine.is_fake,
+    }  # fmt: skip
+    if out is not None:
+        append(out, line)
+    _say(line)
+    return line
+
+
+def append(out: Path, line: Line) -> None:
+    """Append a line to the file, which is made if it is not there.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise ConfigError("--out", out, f"cannot be written ({error.strerror})", "choose another file") from error
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read the lines of a file, oldest first.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is none of this schema.
+    """
+    try:
+        texts = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--render", path, "cannot be read", "give the file that scripts/on_gpu.sh wrote") from error
+    lines: list[Line] = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or line.get("schema") != SCHEMA or any(key not in line for key in KEYS):
+            raise ConfigError("--render", f"{path}:{number}", f"is no line of {SCHEMA}", "remove the line")
+        lines.append(line)
+    return lines
+
+
+def _say(line: Line) -> None:
+    """Print a line on stderr at once, for people."""
+    mark = " (a device of host memory: no figure of a GPU)" if line["is_fake"] else ""
+    head = f"{line['part']} {line['row']}: {line['status']}, {line['wall_s']:.0f} s{mark}"
+    print(head + (f": {line['reason']}" if line["reason"] else ""), file=sys.stderr)
+    for figure in line["figures"]:
+        print(f"    {json.dumps(figure)}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def has_failed(lines: Sequence[Line]) -> bool:
+    """Return whether a row failed; one for which no time was left has not."""
+    return any(line["status"] == FAILED for line in lines)
