@@ -5,6 +5,7 @@ One of several cases prints the figures of those that have ended, so that some a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -217,18 +218,20 @@ def union(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def kernels(model: str, side_px: int, steps: int, limit_s: float) -> list[dict[str, Any]]:
-    """Time a step on one rank by precision, cudnn_benchmark and TF32, each in a process of its own."""
+    """Time a step on one rank by precision, kernels and memory format, each in a process of its own."""
     return _over_the_first(_shown(_kernels(model, side_px, steps, limit_s)))
 
 
 def _kernels(model: str, side_px: int, steps: int, limit_s: float) -> Iterator[dict[str, Any]]:
-    for precision in ("float32", "bf16_mixed", "bf16_pure"):
-        for is_benchmarked in (False, True):
-            for tf32 in (False, True) if precision == "float32" else (None,):
-                chosen = {"precision": precision, "cudnn_benchmark": is_benchmarked, "tf32": tf32}
-                words = f"train.precision={precision} machine.cudnn_benchmark={str(is_benchmarked).lower()}"
-                words += "" if tf32 is None else f" machine.tf32={str(tf32).lower()}"
-                yield {**chosen, **in_child(step_of, model, side_px, words, steps, limit_s=limit_s)}
+    both = (False, True)
+    precisions = [("float32", False), ("float32", True), ("bf16_mixed", None), ("bf16_pure", None)]  # with TF32
+    for (precision, tf32), is_benchmarked, is_last in itertools.product(precisions, both, both):
+        chosen = {
+            "precision": precision, "cudnn_benchmark": is_benchmarked, "tf32": tf32, "channels_last": is_last,
+        }  # fmt: skip
+        words = [f"machine.{key}={str(value).lower()}" for key, value in list(chosen.items())[1:] if value is not None]
+        words.append(f"train.precision={precision}")
+        yield {**chosen, **in_child(step_of, model, side_px, " ".join(words), steps, limit_s=limit_s)}
 
 
 def step_of(model: str, side_px: int, words: str, steps: int) -> dict[str, Any]:

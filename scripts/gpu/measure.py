@@ -41,6 +41,6 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
             ("scripts.bench.split", "--json", "--device", "cuda", *split), 70, read=answer("cases"),
             columns=("case", "full_ms", "ours_ratio", "ours_input_share", "torch_ratio", "bit_equal",
                      "held_for_weights_bytes", "stash_bytes")),
-        Row("kernels", "What do precision, cudnn_benchmark and TF32 change of a step?",
-            call_argv(cases.kernels, *chosen), 130),
+        Row("kernels", "What do precision, cudnn_benchmark, TF32 and channels_last change of a step?",
+            call_argv(cases.kernels, *chosen), 150),
     )  # fmt: skip
