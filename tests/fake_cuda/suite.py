@@ -70,6 +70,7 @@ PARTS = (
     _mpi("zoo"),
     _mpi("placed"),
     _mpi("transport"),
+    Part("commands", ("tests/fake_cuda/fake_commands.py",), num_ranks=1),
     Part("on_gpu", ("tests/fake_cuda/fake_on_gpu.py",), num_ranks=1),
 )
 
