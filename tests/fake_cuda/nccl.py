@@ -100,6 +100,7 @@ class ProcessGroupNCCL:
         self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
         self._edge = _Edge(self._gloo, True, threading.Event())
         self._under_way: deque[Work] = deque()
+        self._is_connected = False
         self.stream = torch.cuda.Stream()
         _GROUPS.add(self)
 
@@ -124,6 +125,9 @@ class ProcessGroupNCCL:
             self._under_way.popleft()
 
     def _post(self, work: Work) -> Work:
+        if not self._is_connected:  # which NCCL does when all ranks have posted their first message
+            self._gloo.barrier().wait()
+            self._is_connected = True
         self._under_way.append(work)
         self.advance()
         return work

@@ -34,7 +34,7 @@ WAKE_S = 0.001  # after which a wait over gloo looks around, though no message w
 _SOURCE, _DESTINATION = 0, 1
 
 
-class _Meeting:
+class _Rendezvous:
     """Where ranks find each other to open groups; collective over `comm`."""
 
     def __init__(self, backend: str, comm: Comm) -> None:
@@ -168,12 +168,10 @@ class GroupLinks(Links):
 class GroupSum:
     """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
 
-    def __init__(
-        self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState | None
-    ) -> None:
+    def __init__(self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState) -> None:
         self.size, self.sums_on_device = group.size(), is_nccl
         self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
-        self._wait_state = wait_state or WaitState()
+        self._wait_state = wait_state
 
     def post_sum(self, tensor: Tensor) -> Request:
         """Post the sum of a contiguous tensor, in place; NCCL's follows the work on the current stream."""
@@ -220,29 +218,39 @@ def open_groups(
 ) -> Groups:
     """Open the groups of every edge of this rank, and that of the copies of its stages; collective over `comm`.
 
+    NCCL connects two ranks when both have posted their first message, for which the host waits. A list may post others
+    first on either side, so a message on each edge goes ahead of it, edge by edge in one order.
+
     Raises:
         ConfigError: NCCL without GPUs, in a torch that lacks it, or with two ranks on one GPU.
     """
     if backend == NCCL:
         _check_nccl(comm, device)
     replica, rank = divmod(comm.rank, placement.num_ranks)
-    meeting, arrived, is_nccl = _Meeting(backend, comm), threading.Event(), backend == NCCL
+    waits, who = wait_state or WaitState(), f"rank {comm.rank} "
+    rendezvous, arrived, is_nccl = _Rendezvous(backend, comm), threading.Event(), backend == NCCL
     to: tuple[dict[int, _Edge], ...] = ({}, {})
     by: tuple[dict[int, _Edge], ...] = ({}, {})
     for edge in edges_of(placement):  # in one order on all ranks, so that none waits for another in a circle
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = _Edge(meeting.open(name, _SOURCE if is_source else _DESTINATION, 2), not is_nccl, arrived)
+            group = _Edge(rendezvous.open(name, _SOURCE if is_source else _DESTINATION, 2), not is_nccl, arrived)
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
             ends[edge.is_backward][peer] = group
+            if is_nccl:
+                first = (group.send if is_source else group.receive)(torch.zeros(1, device=device))
+                waits.wait_until(first.Test, f"rank {peer} to open {name}", hang_timeout_s, SLEEP_S, who=who)
     forward, backward = (
-        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, wait_state) for ends in zip(to, by, strict=True)
+        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
-    same = meeting.open(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
+    same = rendezvous.open(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
+    sums = GroupSum(same, comm.rank, is_nccl, hang_timeout_s, waits)
+    if is_nccl and sums.size > 1:
+        sums.sum_in_place(torch.zeros(1, device=device))
     meet(comm)  # all have found each other before the first rank may end, and with it the store
-    return Groups((forward, backward), GroupSum(same, comm.rank, is_nccl, hang_timeout_s, wait_state))
+    return Groups((forward, backward), sums)
 
 
 def _check_nccl(comm: Comm, device: torch.device) -> None:
