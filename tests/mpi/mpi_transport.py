@@ -16,7 +16,7 @@ from gems.engine.transport.mpi import Transport, allgather, broadcast
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import HostStaging, Staging
-from gems.errors import ConfigError, StalledError
+from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional, linear
@@ -137,6 +137,15 @@ def test_a_peer_that_sends_nothing_is_named_after_the_hang_timeout(comm):
         links.drain()
     elif comm.rank == 1:
         links.wait(request)
+
+
+def test_a_peer_that_is_gone_ends_the_wait(comm):
+    forward, backward = open_groups("gloo", comm, torch.device("cpu"), linear(comm.size), 1, LIMIT_S).links
+    if comm.rank == 1:
+        with pytest.raises(RankFailedError, match=r"a message over gloo failed: .*by peer"):
+            forward.wait(forward.receive(torch.empty(3), 0, 0), Action(Kind.RECV_F, 1, 0))
+    for links in (forward, backward):
+        links.close()
 
 
 def test_nccl_needs_gpus_of_its_own(comm):
