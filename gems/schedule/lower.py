@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import add
 
 from gems.errors import ScheduleError
@@ -107,40 +107,40 @@ def _latest_places(
 def _with_receives(posted: Schedule, readers: Sequence[Receives], places: Sequence[Sequence[int]]) -> Schedule:
     """Return the lowered list with each receive ahead of the compute action at its place in the rank's row."""
     rows = []
-    number = _sent_as(posted)
+    after = [[transfers_after(action, posted) for action in row] for row in posted.rows]
+    sent = {
+        receive: (rank, number)
+        for rank, row in enumerate(after)
+        for number, (_, receive, _) in enumerate(chain.from_iterable(row))
+    }
     for rank, row in enumerate(posted.rows):
         receives: dict[int, list[Action]] = {}
-        for receive, place in _in_sent_order(posted, [receive for receive, _ in readers[rank]], places[rank], number):
+        for receive, place in _in_sent_order([receive for receive, _ in readers[rank]], places[rank], sent):
             receives.setdefault(place, []).append(receive)
         lowered: list[Action] = []
         for place, action in enumerate(row):
             lowered += receives.get(place, ())
             lowered.append(action)
-            lowered += [send for send, _, _ in transfers_after(action, posted)]
+            lowered += [send for send, _, _ in after[rank][place]]
         rows.append(tuple(lowered))
     return _with_needs(posted, tuple(rows), posted.passes)
 
 
-def _sent_as(posted: Schedule) -> dict[Action, int]:
-    """Return the number of each send among all, rank by rank in the order of its row."""
-    sends = (send for _, action in posted.actions() for send, _, _ in transfers_after(action, posted))
-    return {send: number for number, send in enumerate(sends)}
-
-
 def _in_sent_order(
-    posted: Schedule, receives: Sequence[Action], places: Sequence[int], number: Mapping[Action, int]
+    receives: Sequence[Action], places: Sequence[int], sent: Mapping[Action, tuple[int, int]]
 ) -> list[tuple[Action, int]]:
     """Return receives of a rank with their places, each at its own or earlier, in the order of the sends on each edge.
 
-    Process groups match messages by their order, where MPI matches them by tags.
+    `sent` has the rank that sends each, and which of its messages it is. Process groups match messages by their order,
+    where MPI matches them by tags.
     """
-    sends = [dependencies(receive, posted)[0] for receive in receives]
-    edges: dict[tuple[int, bool], list[int]] = {}
-    for at, send in enumerate(sends):
-        edges.setdefault((posted.rank_of(send), send.kind is Kind.SEND_B), []).append(at)
+    edges: dict[tuple[int, Kind], list[int]] = {}
+    for at, receive in enumerate(receives):
+        if receive in sent:  # else the list would not run, which is for the validator to name
+            edges.setdefault((sent[receive][0], receive.kind), []).append(at)
     found = list(zip(receives, places, strict=True))
     for slots in edges.values():
-        as_sent = sorted(slots, key=lambda at: number[sends[at]])
+        as_sent = sorted(slots, key=lambda at: sent[receives[at]])
         earliest = list(accumulate((places[at] for at in reversed(as_sent)), min))[::-1]
         for slot, at, place in zip(slots, as_sent, earliest, strict=True):
             found[slot] = receives[at], place

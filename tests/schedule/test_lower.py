@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gems.errors import ScheduleError
@@ -155,3 +157,14 @@ def test_reduce_and_step_carry_the_lowest_stage() -> None:
     for place, kind in ((-2, "REDUCE_GRAD"), (-1, "STEP")):
         last = [row[place] for row in lowered.rows]
         assert last == [Action.parse(f"{stage}{kind}") for stage in (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gems_master", "zb_v"])
+def test_a_list_that_lacks_an_action_is_lowered_for_the_validator_to_name_it(name):
+    made = generate(name, 2, 4)
+    for rank, row in enumerate(made.rows):
+        for missing in row:
+            rows = [*made.rows]
+            rows[rank] = tuple(action for action in row if action != missing)
+            with pytest.raises(ScheduleError):
+                validate(lower(replace(made, rows=tuple(rows))))
