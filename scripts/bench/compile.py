@@ -20,8 +20,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import CompiledStage, Stage
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.utils.host_memory import keep_freed_memory
-from scripts.bench.rig import Table, answered, in_turns, log, machine, options, quartiles
+from scripts.bench.rig import Table, answered, in_turns, machine, opened_device, options, quartiles
 
 WRONG = 1e-3  # of the largest gradient, in float32
 CASES = ((20, 32, 16), (20, 64, 4), (20, 128, 2), (56, 32, 8))  # depth, side in pixels, images
@@ -95,14 +94,9 @@ def _run_case(case: tuple[int, int, int], device: torch.device, rounds: int) -> 
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object; return 1 if a gradient differs."""
     given = options(__doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        log("bench-compile: torch sees no GPU here: unmeasured")
+    if (device := opened_device("bench-compile", given.device, given.threads)) is None:
         return 0
     facts = machine()
-    torch.set_num_threads(given.threads)
-    device = torch.device(given.device)
-    if device.type == "cpu":
-        keep_freed_memory()  # as the ranks of a run
     table = Table(
         "forward and backward=case:<32", "plain (ms)=plain_ms:12.1f", "compiled (ms)=compiled_ms:15.1f",
         "ratio=ratio:8.2f", "kept bytes=bytes_ratio:12.2f", "first (s)=first_s:11.0f",

@@ -32,6 +32,7 @@ from gems.config.schema import RunSpec
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.utils.host_memory import keep_freed_memory
 from gems.utils.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -144,6 +145,19 @@ def gpu_machine(**rates: float) -> str:
     name = torch.cuda.get_device_name().lower()
     known = next((machine for machine in SHEETS if machine in name), "cuda")
     return " ".join([f"machine={known}", *(f"machine.{key}={rate}" for key, rate in rates.items())])
+
+
+def opened_device(bench: str, device: str, threads: int) -> torch.device | None:
+    """Return the device on which a bench computes in this process; say so and return None if there is no such GPU."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if device == "cuda" and not torch.cuda.is_available():
+        log(f"{bench}: torch sees no GPU here: unmeasured")
+        return None
+    if device == "cpu":
+        keep_freed_memory()  # as the ranks of a run
+    return torch.device(device)
 
 
 def square(side_px: int) -> str:

@@ -22,8 +22,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers
-from gems.utils.host_memory import keep_freed_memory
-from scripts.bench.rig import Table, answered, in_turns, log, machine, options
+from scripts.bench.rig import Table, answered, in_turns, machine, opened_device, options
 
 WRONG = 1e-3
 
@@ -178,14 +177,9 @@ def _run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object; return 1 if a gradient differs."""
     given = options(__doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        log("bench-split: torch sees no GPU here: unmeasured")
+    if (device := opened_device("bench-split", given.device, given.threads)) is None:
         return 0
     machine()
-    torch.set_num_threads(given.threads)
-    device = torch.device(given.device)
-    if device.type == "cpu":
-        keep_freed_memory()  # as the ranks of a run
     table = Table(
         "(I then W) over the full backward=case:<36", "full (ms)=full_ms:11.2f", "ours=ours_ratio:8.2f",
         "of it I=ours_input_share:9.2f", "torch=torch_ratio:8.2f", "of it I=torch_input_share:9.2f",

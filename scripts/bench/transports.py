@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
 
-from gems.runs.run_plan import plan_simulation
+from gems.config.schema import RunSpec
+from gems.runs.run_plan import RunPlan, plan_simulation
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import network_in_units, schedule_costs
+from gems.simulation.costs import schedule_costs
 from scripts.bench.rig import Table, answered, composed, square
 
 DEFAULTS = (
@@ -42,23 +42,25 @@ def main(overrides: list[str]) -> int:
     return answered(rows, False)
 
 
-def _steps(spec: Any) -> dict[str, float]:
+def _steps(spec: RunSpec) -> dict[str, float]:
     """Return the seconds of a step by way."""
+    direct, staged = (
+        plan_simulation(replace(spec, machine=replace(spec.machine, transport=transport)))
+        for transport in ("nccl", "host")
+    )
+    costs = schedule_costs(direct.run, direct.schedule.placement)
 
-    def step_s(network: Network | None = None, transport: str = "nccl", blocking: bool = False) -> float:
-        plan = plan_simulation(replace(spec, machine=replace(spec.machine, transport=transport)))
-        costs = schedule_costs(plan.run, plan.schedule.placement)
-        if blocking:
-            costs = _with_copies(costs, spec)
-        return simulate(plan.schedule, costs, network or network_in_units(plan.run)).span * plan.run.cost.unit_s
+    def step_s(plan: RunPlan, costs: StageCosts, network: Network) -> float:
+        return simulate(plan.schedule, costs, network).span * plan.run.cost.unit_s
 
     return {
-        "free": step_s(FREE), "device": step_s(), "staged": step_s(transport="host"),
-        "staged, blocking": step_s(blocking=True),
+        "free": step_s(direct, costs, FREE), "device": step_s(direct, costs, direct.network),
+        "staged": step_s(staged, costs, staged.network),
+        "staged, blocking": step_s(direct, _with_copies(costs, spec), direct.network),
     }  # fmt: skip
 
 
-def _with_copies(costs: StageCosts, spec: Any) -> StageCosts:
+def _with_copies(costs: StageCosts, spec: RunSpec) -> StageCosts:
     """Return costs whose compute takes the copies of its messages too: what comes in, and what goes out."""
     out_s, in_s = 1.0 / spec.machine.d2h_bytes_per_s, 1.0 / spec.machine.h2d_bytes_per_s
     made = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)

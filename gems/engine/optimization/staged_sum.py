@@ -19,7 +19,7 @@ class StagedSum:
     def __init__(self, tensor: Tensor, sums: Sums, elements: int = BUCKET_ELEMENTS) -> None:
         """Lay out the buckets of a flat tensor."""
         self._device, self._sums = tensor.device, sums
-        in_place = self._device.type == "cpu" or sums.sums_on_device
+        in_place = _can_sum_at(self._device, sums)
         dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
         place = self._device if in_place else torch.device("cpu")
         staged = torch.empty(tensor.shape, dtype=dtype, device=place, pin_memory=not in_place)
@@ -61,5 +61,8 @@ class StagedSum:
 
 def needs_staging(tensor: Tensor, sums: Sums) -> bool:
     """Return whether ranks cannot sum a tensor where it is, as what it is."""
-    in_place = tensor.device.type == "cpu" or sums.sums_on_device
-    return not in_place or tensor.dtype not in (torch.float32, torch.float64)
+    return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (torch.float32, torch.float64)
+
+
+def _can_sum_at(device: torch.device, sums: Sums) -> bool:
+    return device.type == "cpu" or sums.sums_on_device

@@ -7,13 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.links import Links
-from gems.engine.transport.p2p_channels import Boundary, P2PChannels
-from gems.engine.transport.staging import Staging
+from gems.engine.transport.p2p_channels import P2PChannels
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action
-from gems.schedule.schedule import Schedule
 
 
 class ChannelsLast(P2PChannels):
@@ -22,18 +18,13 @@ class ChannelsLast(P2PChannels):
     So neither side copies them; what is in another format is converted when it is sent.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        boundaries: Sequence[Boundary],
-        links: Sequence[Links],
-        staging: Staging,
-        recorder: Recorder,
-    ) -> None:
-        """Prepare the channels as `P2PChannels`, with buffers in the order of memory."""
-        sent = [tuple(map(_spec_in_memory, boundary)) for boundary in boundaries]
-        super().__init__(schedule, rank, sent, links, staging, recorder)
+    @staticmethod
+    def spec_in_memory(spec: TensorSpec) -> TensorSpec:
+        """Return a tensor's shape in the order of memory in which it travels."""
+        if len(spec.shape) != 4:
+            return spec
+        samples, channels, height, width = spec.shape
+        return replace(spec, shape=(samples, height, width, channels))
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Wait for a posted receive and return its tensors (N, C, H, W), views of the buffers."""
@@ -50,10 +41,3 @@ class ChannelsLast(P2PChannels):
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
-
-
-def _spec_in_memory(spec: TensorSpec) -> TensorSpec:
-    if len(spec.shape) != 4:
-        return spec
-    samples, channels, height, width = spec.shape
-    return replace(spec, shape=(samples, height, width, channels))

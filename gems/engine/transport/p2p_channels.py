@@ -74,7 +74,7 @@ class P2PChannels:
         Raises:
             ConfigError: the links have too few tags for the messages of a step.
         """
-        self._boundaries = boundaries
+        self._boundaries = boundaries = [tuple(map(self.spec_in_memory, boundary)) for boundary in boundaries]
         self._links = links
         self._staging = staging
         self._recorder = recorder
@@ -93,6 +93,11 @@ class P2PChannels:
                 num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
                 peer, numbers = tags.peer(action), tags.tags(action, sum(map(staging.num_pieces, specs)))
                 self._transfers[action] = _Transfer(links[is_backward], peer, specs, numbers, num_bytes)
+
+    @staticmethod
+    def spec_in_memory(spec: TensorSpec) -> TensorSpec:
+        """Return a tensor's shape in the order of memory in which it travels."""
+        return spec
 
     def post_receive(self, action: Action) -> None:
         """Post the buffers of a RECV_F or RECV_B."""

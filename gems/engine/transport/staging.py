@@ -143,7 +143,7 @@ class HostStaging(Staging):
     def bring(self, incoming: Incoming, place: int) -> None:
         """Post the copy of the piece that has arrived in a buffer to the device."""
         buffer = incoming.buffers[place]
-        first = sum(each.tensor.numel() for each in incoming.buffers[:place])
+        first = incoming.buffers[0].tensor.numel() + (place - 1) * buffer.tensor.numel() if place else 0
         incoming.arrival = self._in.add_piece(buffer.tensor, first, incoming.spec.shape, incoming.arrival)
         buffer.event = incoming.arrival.event
 
