@@ -149,7 +149,7 @@ class _Builder:
         elif kind in SEND_KINDS:
             self.sends[action] = self.before[rank]
             self.meet(action)
-        else:
+        elif kind is not Kind.START_REDUCE:  # what is left of it counts as the reduction that waits for it
             needs = () if kind in RANK_KINDS else dependencies(action, self.schedule)
             if any(need not in self.place for need in needs):
                 return False

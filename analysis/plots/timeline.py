@@ -57,6 +57,7 @@ LOOKS = (
     Look(("STEP",), None, "optimizer step", "#4d4d4d"),
     Look(("INPUT",), None, "waiting for input", "#e377a2"),
     Look(("SEND_F", "SEND_B"), None, "send", "#5e3c99", top=0.31, bottom=0.38),
+    Look(("START_REDUCE",), None, "gradient reduction beside compute", "#7f7f7f", top=0.31, bottom=0.38),
     Look(("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44),
     Look(("OFFLOAD",), None, "copy to host memory", "#b8860b", top=0.45, bottom=0.49),
     Look(("PREFETCH",), None, "copy back", "#117a8b", top=0.50, bottom=0.54),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -109,6 +110,7 @@ class Executor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: channels.post_receive,
             Kind.RECV_B: channels.post_receive,
+            Kind.START_REDUCE: self._start_reduce,
             Kind.REDUCE_GRAD: self._reduce_or_step,
             Kind.STEP: self._reduce_or_step,
         }
@@ -305,6 +307,11 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         self._channels.post_send(action, self.router.take_for_send(action))
+
+    def _start_reduce(self, action: Action) -> None:
+        if self._update is not None:
+            done = partial(self._recorder.transfer, action, time.perf_counter_ns())
+            self._update.gradients.start_reduce(action.stage, done)
 
     def _reduce_or_step(self, action: Action) -> None:
         self._channels.post_all()  # what peers need before they come to the sum

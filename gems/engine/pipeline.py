@@ -202,7 +202,10 @@ def build_pipeline(
     for name, layer in itertools.chain.from_iterable(named.values()):
         draws.watch(name, layer)
     first = replica * schedule.num_whole
-    gradients = Gradients(modules, sums, dtype, device)
+    started = [action.stage for action in schedule.rows[rank] if action.kind is Kind.START_REDUCE]
+    gradients = Gradients(modules, sums, dtype, device, started)
+    if started and sums.size > 1:
+        channels.poll_also(gradients.poll)
     optimizer = build_optimizer(spec.optimizer, layers, len(stage_modules.layers))
     average = None
     if spec.train.ema_decay is not None:

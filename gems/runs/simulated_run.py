@@ -32,7 +32,7 @@ MAX_EVENTS = 4_000_000
 MAX_NOISY_STEPS = 100
 _STREAM_OF = {
     **dict.fromkeys(COMPUTE_KINDS | {Kind.REDUCE_GRAD, Kind.STEP}, STREAMS.index("compute")),
-    **dict.fromkeys(SEND_KINDS | RECV_KINDS, STREAMS.index("link")),
+    **dict.fromkeys(SEND_KINDS | RECV_KINDS | {Kind.START_REDUCE}, STREAMS.index("link")),
     Kind.OFFLOAD: STREAMS.index("copy_out"),
     Kind.PREFETCH: STREAMS.index("copy_in"),
 }

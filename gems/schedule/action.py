@@ -30,6 +30,7 @@ class Kind(StrEnum):
     PREFETCH = "PREFETCH"
     FREE = "FREE"
     AWAIT = "AWAIT"
+    START_REDUCE = "START_REDUCE"
     REDUCE_GRAD = "REDUCE_GRAD"
     STEP = "STEP"
 
@@ -55,10 +56,11 @@ _TEXT = re.compile(
 class Action(NamedTuple):
     """One item of a rank's list.
 
-    Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`; direction 0 is not
-    written. A segment is a part of its stage, counted from 0. A transfer carries the stage of the rank that runs it:
-    `0SEND_F5` pairs with `1RECV_F5`. REDUCE_GRAD and STEP act on all that a rank holds and carry its lowest stage. A
-    tuple and not a dataclass: equal in use, and several times cheaper to make and to hash.
+    Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`; direction 0 is not written.
+    A segment is a part of its stage, counted from 0. A transfer carries the stage of the rank that runs it: `0SEND_F5`
+    pairs with `1RECV_F5`. START_REDUCE begins to sum the gradients of its stage over the replicas, while the rank
+    computes for others. REDUCE_GRAD, which sums the rest and waits for all, and STEP act on all that a rank holds and
+    carry its lowest stage. A tuple and not a dataclass: equal in use, and several times cheaper to make and to hash.
     """
 
     kind: Kind

@@ -50,7 +50,7 @@ _SEGMENT_FIELDS = {
     Kind.OFFLOAD: "copy_out", Kind.PREFETCH: "copy_in",
 }  # fmt: skip
 _FIELDS = {
-    **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.REDUCE_GRAD: "reduce", Kind.STEP: "step",
+    **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.START_REDUCE: "reduce", Kind.STEP: "step",
 }  # fmt: skip
 
 
@@ -64,13 +64,14 @@ STRIP_LOADS = "strip_loads"
 class StageCosts:
     """One micro-batch on each of S stages. Times are in any one unit, sizes in another; each tuple has S entries.
 
-    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
-    what stage s hands to stage s + 1 (and gets back as gradient), `movable` the part of `activation` that a copy to
-    host memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. A whole backward
-    takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` and `step` are
-    the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of `reduce` in
-    which the links between nodes are full. `segments` has the parts of each stage that runs in segments. Where strips
-    differ, `strip_loads` has for each stage how much longer than the mean each strip takes.
+    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]` what
+    stage s hands to stage s + 1 (and gets back as gradient), `movable` the part of `activation` that a copy to host
+    memory carries and `copy` its time one way, `boundary` the part that a recomputed stage keeps. A whole backward
+    takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` is the time to
+    sum the gradients of a stage (in two directions of both of a rank, at the lower one), `reduce_link` the part of it
+    in which the links between nodes are full, and `step` that of the optimizer, found by the lowest stage of the rank.
+    `segments` has the parts of each stage that runs in segments. Where strips differ, `strip_loads` has for each stage
+    how much longer than the mean each strip takes.
     """
 
     forward: tuple[float, ...]

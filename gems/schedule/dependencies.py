@@ -112,6 +112,18 @@ def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedu
     return _named(compute, other, micro_batch, direction, segment)
 
 
+def stages_summed(action: Action, schedule: Schedule) -> tuple[int, ...]:
+    """Return the stages whose gradients START_REDUCE or REDUCE_GRAD sums: the latter those that no START_REDUCE has."""
+    if action.kind is Kind.START_REDUCE:
+        return (action.stage,)
+    rank = schedule.placement.rank_of(0, action.stage)
+    stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
+    if not schedule.has_any(Kind.START_REDUCE):
+        return tuple(stages)
+    started = {other.stage for other in schedule.rows[rank] if other.kind is Kind.START_REDUCE}
+    return tuple(stage for stage in stages if stage not in started)
+
+
 def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, Action, int], ...]:
     """Return, for each transfer that carries what a compute action makes, its send, its receive and the receiving rank.
 

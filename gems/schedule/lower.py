@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from operator import add
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies, transfers_after
 from gems.schedule.ledger import TOLERANCE
@@ -150,9 +150,11 @@ def _in_sent_order(
 def lower(
     schedule: Schedule, costs: StageCosts | None = None, network: Network = FREE, cap: float | None = None
 ) -> Schedule:
-    """Run all passes: transfers, and for training one fused gradient reduction of each rank and the optimizer step.
+    """Run all passes: transfers, and for training the gradient reduction of each rank and the optimizer step.
 
-    With `costs`, receives are posted early enough for the time on the links of `network`; see `add_transfers`.
+    With `costs`, receives are posted early enough for the time on the links of `network`; see `add_transfers`. Where a
+    rank computes on after a stage's last weight gradient, the sum of that stage over the replicas starts there. In two
+    directions a sum needs both ranks of a pair, of which one ends last, and so there is one for all.
     """
     lowered = add_transfers(schedule, costs, network, cap)
     if schedule.forward_only:
@@ -160,8 +162,24 @@ def lower(
     rows = []
     for rank, row in enumerate(lowered.rows):
         stage = schedule.placement.lowest_stage(rank)
-        rows.append((*row, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
+        done = _with_starts(row) if schedule.placement.is_chain_one_way else row
+        rows.append((*done, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
     return _with_needs(lowered, tuple(rows), (*lowered.passes, "add_reduce", "add_step"))
+
+
+def _with_starts(row: Sequence[Action]) -> list[Action]:
+    """Return a row with START_REDUCE of each stage but the last to end, after its last compute and the sends of it."""
+    last = {action.stage: at for at, action in enumerate(row) if action.kind in COMPUTE_KINDS}
+    ends = {at: stage for stage, at in last.items() if at != max(last.values())}
+    started: list[Action] = []
+    ended: int | None = None
+    for at, action in enumerate(row):
+        if ended is not None and action.kind not in SEND_KINDS:
+            started.append(Action(Kind.START_REDUCE, ended))
+            ended = None
+        started.append(action)
+        ended = ends.get(at, ended)
+    return started
 
 
 def _with_needs(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:

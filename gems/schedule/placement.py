@@ -44,6 +44,11 @@ class Placement:
         """1, or 2 if the pipeline runs both ways with a weight copy for each."""
         return len(self.ranks)
 
+    @property
+    def is_chain_one_way(self) -> bool:
+        """Whether stages form a chain in one direction, so that a rank shares none of its own with another."""
+        return self.num_directions == 1 and self.feeders is None
+
     def rank_of(self, direction: int, stage: int) -> int:
         """Return the rank that runs `stage` in `direction`."""
         return self.ranks[direction][stage]

@@ -11,7 +11,7 @@ from gems.schedule.placement import Placement
 
 _B, _I = Kind.B, Kind.I
 _TRANSFERS = SEND_KINDS | RECV_KINDS
-_MARKS = frozenset({Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT})
+_MARKS = frozenset({Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT, Kind.START_REDUCE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Schedule:
         return (kind, stage, micro_batch, direction, segment) in self._marks
 
     def has_any(self, kind: Kind) -> bool:
-        """Whether any I, R or action of a copy of that kind is in the list."""
+        """Whether any I, R, action of a copy or START_REDUCE of that kind is in the list."""
         return kind in self._marked
 
     def inputs_leave(self, stage: int, micro_batch: int | None, direction: int) -> bool:

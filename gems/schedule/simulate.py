@@ -10,12 +10,12 @@ from operator import itemgetter
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
-from gems.schedule.dependencies import dependencies
+from gems.schedule.dependencies import dependencies, stages_summed
 from gems.schedule.ledger import BRINGING_KINDS, LEAVING_KINDS, Ledger
 from gems.schedule.schedule import Schedule
 
-_I, _R, _STEP, _REDUCE_GRAD, _OFFLOAD, _PREFETCH = (
-    Kind.I, Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.OFFLOAD, Kind.PREFETCH
+_I, _R, _STEP, _REDUCE_GRAD, _START_REDUCE, _OFFLOAD, _PREFETCH = (
+    Kind.I, Kind.R, Kind.STEP, Kind.REDUCE_GRAD, Kind.START_REDUCE, Kind.OFFLOAD, Kind.PREFETCH
 )  # fmt: skip
 _USEFUL_KINDS = COMPUTE_KINDS - {_R}
 Span = tuple[float, float]
@@ -28,15 +28,15 @@ class Pace:
 
     Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long, and all that rank r does
     `slowdowns[r]` times as long, if given. A rank where a direction begins reads one input after the other from the
-    beginning of the step on, each in `input` units of time. `late` is, by the stage that names a reduction, when peers
-    in other replicas join it at the earliest.
+    beginning of the step on, each in `input` units of time. `late` is, by reduction, when peers in other replicas join
+    it at the earliest.
     """
 
     slow_rank: int | None = None
     slowdown: float = 1.0
     input: float = 0.0
     slowdowns: tuple[float, ...] = ()
-    late: Mapping[int, float] = field(default_factory=dict, hash=False)
+    late: Mapping[Action, float] = field(default_factory=dict, hash=False)
 
     def factor(self, rank: int, action: Action) -> float:
         """Return how many times longer than its cost an action takes on `rank`."""
@@ -59,8 +59,9 @@ EVEN = Pace()
 class Simulation:
     """When each action ran, in the units of the costs.
 
-    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival, for a copy the
-    begin and the end on its engine. `peak` is the most activations that each rank held at once, in their unit.
+    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival, for a reduction that
+    is started its posting and its end, for a copy the begin and the end on its engine. `peak` is the most activations
+    that each rank held at once, in their unit.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -146,6 +147,9 @@ class _Simulator:
             return True
         if kind is _REDUCE_GRAD:
             return self.reduce(rank, action)
+        if kind is _START_REDUCE:
+            self.stamp(rank, self.clock[rank], self.sum_gradients(action, (rank,), self.clock[rank]))
+            return True
         begin = self.clock[rank]
         for need in needs:
             ended = self.done.get(need)
@@ -234,16 +238,24 @@ class _Simulator:
         elif len(group) < len(peers):
             return False
         if action.stage not in self.reduced:
-            begin = max(self.pace.late.get(action.stage, 0.0), *group.values())
-            link_time = self.costs.reduce_link[action.stage]
-            if self.network.has_contention and link_time:
-                lanes = {self.network.outer_lane(peer) for peer in peers}
-                ways = [(lane, kind) for lane in lanes for kind in (Kind.SEND_F, Kind.RECV_F)]
-                begin = self.pass_through(ways, begin, link_time)
-            self.reduced[action.stage] = begin + self.costs.time(action)
+            self.reduced[action.stage] = self.sum_gradients(action, peers, max(group.values()))
         begin, self.clock[rank] = self.clock[rank], self.reduced[action.stage]
         self.stamp(rank, begin, self.clock[rank])
         return True
+
+    def sum_gradients(self, action: Action, ranks: Sequence[int], ready: float) -> float:
+        """Sum over ranks that are ready, after what they sum already, and return when that ends."""
+        begin = max(ready, self.pace.late.get(action, 0.0))
+        stages, ways = stages_summed(action, self.schedule), [(rank, _REDUCE_GRAD) for rank in ranks]
+        begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
+        link_time = sum(self.costs.reduce_link[stage] for stage in stages)
+        if self.network.has_contention and link_time:
+            lanes = {self.network.outer_lane(rank) for rank in ranks}
+            outer = [(lane, kind) for lane in lanes for kind in (Kind.SEND_F, Kind.RECV_F)]
+            begin = self.pass_through(outer, begin, link_time)
+        end = begin + sum(self.costs.reduce[stage] for stage in stages)
+        self.engines.update(dict.fromkeys(ways, end))
+        return end
 
     def pass_through(self, ways: Sequence[tuple[int, Kind]], begin: float, time: float) -> float:
         """Take ways that pass one thing at a time, as soon as all of them are free, and return when that is."""

@@ -17,6 +17,7 @@ _F, _I = Kind.F, Kind.I
 _WHOLE, _SPLIT = (_F, Kind.B), (_F, _I, Kind.W)
 _MEMORY_KINDS = (Kind.R, *COPY_KINDS, *WAIT_KINDS)
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
+_STAGE_KINDS = RANK_KINDS | {Kind.START_REDUCE}
 _GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
@@ -29,9 +30,9 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
     the forwards of a stage keep the order of the micro-batches, as statistics and random numbers do in one process, and
     its backwards that of strips from the last to the first; nothing runs before its data; each transfer has its partner
     and each need its transfer; the gradients are reduced after the last backward and the step follows; peers reduce the
-    same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete only
-    against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default one
-    micro-batch on one of P equal parts).
+    same stages, once and at the same place of their lists; a sum that starts before them is of a stage that is done; no
+    rank waits for ever, with sends that complete only against a posted receive; and with a cap, no rank holds more
+    activations (in the unit of `costs`, by default one micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
@@ -49,6 +50,7 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
             _check_order(schedule, rank, row)
             _check_forwards(rank, row)
             _check_tail(schedule, rank, row)
+            _check_starts(schedule, rank, row)
         equal = uniform(schedule.num_ranks, schedule.num_stages)
         simulate(schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap)
     except ScheduleError as error:
@@ -83,7 +85,7 @@ def _check_places(schedule: Schedule) -> None:
         seen: set[Action] = set()
         for action in row:
             kind, stage, micro_batch, direction, _ = action
-            if kind in RANK_KINDS:
+            if kind in _STAGE_KINDS:
                 continue
             if not 0 <= stage < schedule.num_stages or not 0 <= direction < len(ranks):
                 raise ScheduleError(rank, action, "no such stage or direction")
@@ -201,3 +203,23 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
         if index < previous:
             raise ScheduleError(rank, action, f"comes before {row[previous]}, on which it rests")
         previous = index
+
+
+def _check_starts(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+    if not schedule.has_any(Kind.START_REDUCE):
+        return
+    left = {stage for _, stage in schedule.placement.stages_on(rank)}
+    last = {action.stage: (i, action) for i, action in enumerate(row) if action.kind in COMPUTE_KINDS}
+    end = next((i for i, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD), -1)
+    for i, action in enumerate(row):
+        if action.kind is not Kind.START_REDUCE:
+            continue
+        if not schedule.placement.is_chain_one_way:
+            raise ScheduleError(rank, action, "sums start early only where stages form a chain in one direction")
+        if action.stage not in left or action != Action(Kind.START_REDUCE, action.stage):
+            raise ScheduleError(rank, action, "must name a stage of this rank, and that once")
+        if i > end:
+            raise ScheduleError(rank, action, "comes after the reduction that waits for it, or there is none")
+        if i < last[action.stage][0]:
+            raise ScheduleError(rank, action, f"comes before {last[action.stage][1]}, on which it rests")
+        left.discard(action.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,33 +57,38 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
         )  # fmt: skip
     stages = costs.of(placement) if placement.feeders is None else stage_costs_of(run)
     stages = strip_costs(stages, run.parallel.strips)
-    sizes = [gradient_bytes(run, placement, rank) or None for rank in range(placement.num_ranks)]
+    sizes = [gradient_bytes(run, placement) or None] * placement.num_stages
     return _with_all_reduce(run, stages, placement, network_in_units(run), sizes)
 
 
-def gradient_bytes(run: RunSpec, placement: Placement, rank: int) -> int:
-    """Return the bytes of gradients that a rank reduces: its share of the model, twice that in two directions."""
-    num_stages = len({stage for _, stage in placement.stages_on(rank)})
-    return run.cost.param_bytes * num_stages * placement.num_ranks // placement.num_stages
+def gradient_bytes(run: RunSpec, placement: Placement) -> float:
+    """Return the bytes of a stage's gradients: its share of the model."""
+    return run.cost.param_bytes * placement.num_ranks / placement.num_stages
 
 
 def with_all_reduce(
     run: RunSpec, costs: StageCosts, placement: Placement, boundaries: tuple[int, ...], spans: Spans
 ) -> StageCosts:
     """Return costs in seconds with the all-reduce of the parameters that a partition puts on each rank."""
-    on_rank = [{stage for _, stage in placement.stages_on(rank)} for rank in range(placement.num_ranks)]
-    sizes = [sum(float(spans.params[boundaries[s], boundaries[s + 1]]) for s in stages) for stages in on_rank]
+    sizes = [float(spans.params[first, end]) for first, end in itertools.pairwise(boundaries)]
     return _with_all_reduce(run, costs, placement, network_in_seconds(run), sizes)
 
 
 def _with_all_reduce(
     run: RunSpec, costs: StageCosts, placement: Placement, links: Network, sizes: Sequence[float | None]
 ) -> StageCosts:
+    """Return costs with the all-reduce of each stage, whose bytes are in `sizes`; None for none.
+
+    In two directions, and in a graph of stages, one all-reduce is that of all stages of a rank.
+    """
     time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
-    for rank, size in enumerate(sizes):
-        group = () if size is None else placement.reduce_group(rank, run.parallel.replicas)
-        cost, stage = all_reduce(links, group, size or 0.0), placement.lowest_stage(rank)
-        time[stage], link_time[stage] = cost.time, cost.link_time
+    for rank in range(placement.num_ranks):
+        stages = sorted({stage for _, stage in placement.stages_on(rank)})
+        for fused in [[stage] for stage in stages] if placement.is_chain_one_way else [stages]:
+            known = [size for size in (sizes[stage] for stage in fused) if size is not None]
+            group = placement.reduce_group(rank, run.parallel.replicas) if known else ()
+            cost = all_reduce(links, group, sum(known))
+            time[fused[0]], link_time[fused[0]] = cost.time, cost.link_time
     return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))
 
 

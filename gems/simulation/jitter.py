@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gems.schedule.action import Kind
+from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, Pace, Simulation, simulate
@@ -23,22 +23,22 @@ class Arrivals:
     """When one replica's ranks are ready for each of their reductions, over steps: normal, in the unit of the costs.
 
     Attributes:
-        stages: the lowest stages that name the reductions.
+        reductions: those that replicas join, of which two ranks of a pair have one.
         mean: of each reduction.
         root: a matrix whose product with its transpose is their covariance.
     """
 
-    stages: tuple[int, ...]
+    reductions: tuple[Action, ...]
     mean: np.ndarray
     root: np.ndarray
 
-    def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[int, float]:
+    def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[Action, float]:
         """Draw one step of `num_replicas` replicas; return when the last of them is ready, by reduction."""
-        if num_replicas < 1 or not self.stages:
+        if num_replicas < 1 or not self.reductions:
             return {}
-        normal = rng.standard_normal((num_replicas, len(self.stages)))
+        normal = rng.standard_normal((num_replicas, len(self.reductions)))
         latest = (self.mean + normal @ self.root.T).max(axis=0)
-        return dict(zip(self.stages, latest.tolist(), strict=True))
+        return dict(zip(self.reductions, latest.tolist(), strict=True))
 
 
 def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) -> np.ndarray:
@@ -67,28 +67,28 @@ def arrivals_of(
     Raises:
         ScheduleError: the schedule would not run.
     """
-    reductions = [
-        (rank, index, action.stage)
+    places = [
+        (rank, index, action)
         for rank, row in enumerate(schedule.rows)
         for index, action in enumerate(row)
-        if action.kind is Kind.REDUCE_GRAD
+        if action.kind in (Kind.START_REDUCE, Kind.REDUCE_GRAD)
     ]
-    stages = tuple(sorted({stage for _, _, stage in reductions}))
-    if not stages:
+    reductions = tuple(sorted({action for _, _, action in places}))
+    if not reductions:
         return Arrivals((), np.zeros(0), np.zeros((0, 0)))
     num = max(NUM_SAMPLES, 3 * schedule.num_ranks)
     none = (0.0,) * costs.num_stages
     costs = replace(costs, reduce=none, reduce_link=none)
-    ready = np.zeros((num, len(stages)))
+    ready = np.zeros((num, len(reductions)))
     for sample, factors in enumerate(slowdowns(schedule.num_ranks, noise, num, rng)):
         step = simulate(schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist())))
-        for rank, index, stage in reductions:
-            column = stages.index(stage)
+        for rank, index, action in places:
+            column = reductions.index(action)
             ready[sample, column] = max(ready[sample, column], step.start[rank][index])
     mean = ready.mean(axis=0)
     covariance = (ready - mean).T @ (ready - mean) / num
     values, vectors = np.linalg.eigh(covariance)
-    return Arrivals(stages, mean, vectors * np.sqrt(np.maximum(values, 0.0)))
+    return Arrivals(reductions, mean, vectors * np.sqrt(np.maximum(values, 0.0)))
 
 
 def noisy_steps(

@@ -15,7 +15,7 @@ SOURCES = ("measured", "emulated", "simulated")
 # micro-batch.
 KINDS = (
     "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
-    "FREE", "AWAIT", "INPUT",
+    "FREE", "AWAIT", "INPUT", "START_REDUCE",
 )  # fmt: skip
 STREAMS = ("compute", "link", "copy_out", "copy_in")
 

@@ -57,7 +57,7 @@ def test_both_directions_are_in_the_picture(simulate: Simulate, tmp_path: Path, 
     save_figure(timeline_figure(trace), path)
     assert path.stat().st_size > 10_000
     for look in LOOKS:
-        if not {"I", "W", "R", "OFFLOAD", "PREFETCH", "INPUT"}.isdisjoint(look.kinds):
+        if not {"I", "W", "R", "OFFLOAD", "PREFETCH", "INPUT", "START_REDUCE"}.isdisjoint(look.kinds):
             continue
         assert num_pixels(path, look.colour) > 20 * partitions, look.legend
     assert num_pixels(path, IDLE_COLOUR) > 10_000

@@ -75,7 +75,7 @@ def trace_of(spec: RunSpec) -> Trace:
 
 def test_the_run_with_all_kinds_has_them(make: Make) -> None:
     trace = trace_of(make())
-    waits = {"FREE", "AWAIT", "INPUT"}  # of memory policies, which plan for a real machine, and of slow inputs
+    waits = {"FREE", "AWAIT", "INPUT", "START_REDUCE"}  # of memory policies, slow inputs, and ranks of several stages
     assert {KINDS[kind] for kind in trace.events["kind"]} == set(KINDS) - waits
     assert {STREAMS[stream] for stream in trace.events["stream"]} == set(STREAMS)
 
@@ -113,7 +113,11 @@ def test_one_replica_stands_for_all(make: Make) -> None:
 def test_the_picture_shows_all_kinds(make: Make) -> None:
     figure = timeline_figure(trace_of(make()))
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
-    light = {look.legend for look in LOOKS if look.shade != 1 and look.kinds[0] not in ("REDUCE_GRAD", "STEP", "INPUT")}
+    light = {
+        look.legend
+        for look in LOOKS
+        if look.shade != 1 and look.kinds[0] not in ("REDUCE_GRAD", "START_REDUCE", "STEP", "INPUT")
+    }
     assert shown == light | {"idle (bubble)"}, "a reduction of one and a step that costs nothing have no width"
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor, EmulatedSums
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
 from gems.engine.transport.mpi import Transport
 from gems.engine.transport.polling import Waiter
@@ -32,15 +32,16 @@ STREAMS = {Kind.OFFLOAD: COPY_OUT, Kind.PREFETCH: COPY_IN}
 class Device:
     """An emulated rank in a world of one, with its events."""
 
-    def __init__(self, comm, schedule, costs: StageCosts, cap=None, reduce=lambda: None, boundary=0.0):
+    def __init__(self, comm, schedule, costs: StageCosts, cap=None, boundary=0.0, peers=None, stage_bytes=0):
         self.part = ListPart()
         recorder = Recorder(self.part)
         self.memory = recorder.memory
         transports = [Transport(comm, 20.0) for _ in range(2)]
         self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
         waiter = Waiter(self.channels.poll, 0.0001, 20.0)
+        sums = None if peers is None else EmulatedSums(schedule, 0, peers, stage_bytes, recorder)
         self.emulated = EmulatedExecutor(
-            schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.channels, waiter, recorder, reduce
+            schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.channels, waiter, recorder, sums
         )
 
     def run(self, steps: int = 1) -> list[dict]:
@@ -123,14 +124,50 @@ def test_no_room_is_an_error_that_names_the_action(comm):
         device.run()
 
 
-def test_the_reduction_takes_what_the_peers_take(comm):
-    schedule = replace(one_rank("0F0 0B0 0REDUCE_GRAD 0STEP", 1), passes=("add_reduce", "add_step"))
-    seen = []
-    rows = Device(comm, schedule, COSTS, reduce=lambda: seen.append(time.perf_counter_ns())).run()
+class Peers:
+    """Another replica that joins each sum when it is waited for."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.posted: list[int] = []
+        self.met_ns: list[int] = []
+
+    def post_sum(self, gradients):
+        self.posted.append(len(gradients))
+        return self
+
+    def Test(self) -> bool:
+        return bool(self.met_ns)
+
+    def wait_sum(self, request) -> None:
+        self.barrier()
+
+    def barrier(self) -> None:
+        self.met_ns.append(time.perf_counter_ns())
+
+
+@pytest.mark.parametrize("stage_bytes", [0, 4000])
+def test_the_reduction_takes_what_the_peers_take(comm, stage_bytes):
+    schedule, peers = replace(one_rank("0F0 0B0 0REDUCE_GRAD 0STEP", 1), passes=("add_reduce", "add_step")), Peers()
+    rows = Device(comm, schedule, COSTS, peers=peers, stage_bytes=stage_bytes).run()
     forward, backward, reduce, step = rows
-    assert len(seen) == 1
-    assert backward["end_ns"] == reduce["start_ns"] <= seen[0] <= reduce["end_ns"] == step["start_ns"]
+    assert len(peers.met_ns) == 1 and peers.posted == ([1000] if stage_bytes else [])
+    assert backward["end_ns"] == reduce["start_ns"] <= peers.met_ns[0] <= reduce["end_ns"] == step["start_ns"]
     assert forward["end_ns"] == backward["start_ns"]
+
+
+def test_a_sum_that_is_started_goes_on_beside_compute(comm):
+    text = "0F0 1F0 1B0 1START_REDUCE 0B0 0REDUCE_GRAD 0STEP"
+    schedule, peers = replace(one_rank(text, 1, num_stages=2), passes=("add_reduce", "add_step")), Peers()
+    rows = Device(comm, schedule, uniform(1, 2), peers=peers, stage_bytes=4000).run()
+    (started,) = (row for row in rows if row["action"].kind is Kind.START_REDUCE)
+    backward, last, reduce = (
+        next(row for row in rows if str(row["action"]) == name) for name in ("1B0", "0B0", "0REDUCE_GRAD")
+    )
+    assert peers.posted == [1000, 1000] and started["moved_bytes"] == 4000 and started["stream"] == LINK
+    assert last["start_ns"] == backward["end_ns"] <= started["start_ns"] < last["end_ns"]
+    assert last["end_ns"] <= started["end_ns"] <= reduce["end_ns"]
 
 
 def messages_to_itself() -> Schedule:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gems.engine.optimization.gradient_sum import StagedSum, needs_staging
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.optimizer import build_optimizer, state_bytes
 from gems.engine.optimization.parameter_groups import NumberedLayer
-from gems.engine.optimization.staged_sum import StagedSum, needs_staging
 from gems.engine.transport.mpi import Transport
 from tests.device import DEVICE, ON_GPU
 from tests.engine.toys import make_spec
@@ -120,6 +121,15 @@ def test_frozen_parameters_have_no_gradient_and_no_place_in_the_message(transpor
     assert gradients.num_bytes == 4 * (num_trained + 8)
 
 
+class Posted(NamedTuple):
+    """A sum that no poll sees the end of."""
+
+    tensor: Tensor
+
+    def Test(self) -> bool:
+        return False
+
+
 class Doubling:
     """Stands for two ranks with the same values: a sum is in place when it is waited for, the last posted first."""
 
@@ -129,13 +139,13 @@ class Doubling:
         self.posted: list[Tensor] = []
         self.waited = 0
 
-    def post_sum(self, tensor: Tensor) -> int:
+    def post_sum(self, tensor: Tensor) -> Posted:
         self.posted.append(tensor)
-        return len(self.posted) - 1
+        return Posted(tensor)
 
-    def wait_sum(self, request: int) -> None:
+    def wait_sum(self, request: Posted) -> None:
         self.waited += 1
-        self.posted[request].mul_(2)
+        request.tensor.mul_(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -144,7 +154,9 @@ def test_a_staged_sum_takes_all_buckets_twice_in_a_row(dtype, elements):
     values, sums = torch.arange(10, dtype=dtype, device=DEVICE), Doubling()
     staged = StagedSum(values, sums, elements)
     for step in (1, 2):
-        staged.run()
+        staged.start()
+        staged.poll()
+        staged.finish()
         values += 1
         assert values[-1] == {1: 19, 2: 39}[step]
         assert sums.waited == len(sums.posted) == step * -(-10 // elements)
@@ -156,3 +168,35 @@ def test_what_ranks_sum_in_place_is_not_staged(transport):
     values = torch.zeros(3, device="cpu")
     assert not needs_staging(values, transport) and needs_staging(values.bfloat16(), transport)
     assert needs_staging(values.to(DEVICE), transport) is ON_GPU
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_sum_that_is_started_holds_the_gradients_of_its_stage_alone(dtype):
+    """The stages that start come first in the buffer, and the rest of the message is one sum."""
+    modules = {(0, stage): layers(stage + 2).to(dtype) for stage in (0, 3, 5)}
+    sums, ended = Doubling(), []
+    gradients = Gradients(modules, sums, dtype, DEVICE, started=[5, 3])
+    for step in (1, 2):
+        gradients.zero()
+        for stage in (5, 3, 0):
+            for parameter in modules[0, stage].parameters():
+                parameter.grad.fill_(stage + step)
+            if stage:
+                gradients.start_reduce(stage, lambda size, stage=stage: ended.append((stage, size)))
+                gradients.poll()
+        gradients.reduce()
+        for stage in (0, 3, 5):
+            assert all(bool((p.grad == 2 * (stage + step)).all()) for p in modules[0, stage].parameters())
+        sizes = {stage: sum(p.numel() for p in modules[0, stage].parameters()) for stage in (0, 3, 5)}
+        statistics = 2 * (2 + 5 + 7)
+        assert [len(tensor) for tensor in sums.posted] == [sizes[5], sizes[3], sizes[0] + statistics]
+        assert gradients.num_bytes == dtype.itemsize * (sum(sizes.values()) + statistics)
+        assert ended == [(stage, sizes[stage] * dtype.itemsize) for stage in (5, 3)]
+        sums.posted.clear()
+        ended.clear()
+
+
+def test_a_rank_without_copies_starts_nothing(transport):
+    gradients = Gradients({(0, 0): layers(), (0, 1): layers()}, transport, torch.float32, DEVICE, started=[1])
+    gradients.start_reduce(1, lambda size: pytest.fail("there is nobody to sum with"))
+    gradients.reduce()

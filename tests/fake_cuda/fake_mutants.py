@@ -40,7 +40,7 @@ class Mutant:
 
 COPIES, STORE, STATE = "activation_store/copies.py", "activation_store/store.py", "checkpoint/state.py"
 STAGING, RECORDER, DEVICE_PY = "transport/staging.py", "supervision/recorder.py", "engine/device.py"
-LOADER, SUM = "engine/batch_loader.py", "optimization/staged_sum.py"
+LOADER, SUM = "engine/batch_loader.py", "optimization/gradient_sum.py"
 MUTANTS = [
     Mutant("offload", torch.cuda.Stream, "wait_stream", COPIES, "self._out.wait_stream(", "copy_out"),
     Mutant("offload", torch.cuda.Event, "record", COPIES, "end.record(self._out)", "copy_out"),
@@ -67,9 +67,9 @@ MUTANTS = [
     Mutant("checkpoints", torch.cuda.Stream, "record_event", STATE, "self._copied = self._stream", "begin"),
     Mutant("checkpoints", torch.cuda.Event, "synchronize", STATE, "self._copied.synchronize()", "host_tensors"),
     Mutant("checkpoints", torch.cuda.Stream, "wait_event", STATE, ".wait_event(self._copied)", "_wait_for_copies"),
-    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "out.wait_stream(current)", "run"),
-    Mutant("reduced_gradients", torch.cuda.Event, "synchronize", SUM, "event.synchronize()", "run"),
-    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "current.wait_stream(back)", "run"),
+    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, "self._streams[0].wait_stream(", "start"),
+    Mutant("reduced_gradients", torch.cuda.Event, "synchronize", SUM, "event.synchronize()", "post"),
+    Mutant("reduced_gradients", torch.cuda.Stream, "wait_stream", SUM, ".wait_stream(self._streams[1])", "finish"),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]
 _wanted: dict[str, Numbers] = {}

@@ -183,18 +183,21 @@ def loaded_images() -> Numbers:
 
 
 def reduced_gradients() -> Numbers:
-    """Sum gradients over two ranks, one of which is made up of zeros."""
-    module = nn.Linear(64, 64).to(DEVICE)
+    """Sum gradients of two stages over two ranks, one of which is made up of zeros, one stage before the other ends."""
+    modules = {(0, stage): nn.Linear(64, 64).to(DEVICE) for stage in (0, 1)}
     transport = Transport(world(), 20.0)
     transport.size = 2
-    gradients = Gradients({(0, 0): module}, transport, torch.float32, DEVICE)
-    found = []
+    gradients = Gradients(modules, transport, torch.float32, DEVICE, started=[1])
+    found, parameters = [], [p for stage in (1, 0) for p in modules[0, stage].parameters()]
     for step in range(3):
         gradients.zero()
-        for parameter in module.parameters():
+        for number, parameter in enumerate(parameters):
             parameter.grad.add_(torch.full_like(parameter, 1.0 + step).exp().cos())
+            if number == 1:
+                gradients.start_reduce(1, lambda num_bytes: None)
+            gradients.poll()
         gradients.reduce()
-        found += [parameter.grad.clone() for parameter in module.parameters()]
+        found += [parameter.grad.clone() for parameter in parameters]
     transport.close()
     return [gradient.cpu() for gradient in found]
 

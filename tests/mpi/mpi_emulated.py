@@ -59,6 +59,8 @@ def test_data_is_there_before_it_is_used(comm, name):
     """Clocks of one host are one clock, so times of different ranks may be compared as they are."""
     schedule, events = run_on(comm, name, 4, cost__boundary_bytes=100_000)
     for rank, action in schedule.actions():
+        if action.kind is Kind.START_REDUCE:  # which with one replica sums nothing
+            continue
         mine = events[rank][action]
         for need in dependencies(action, schedule):
             theirs = events[schedule.rank_of(need)][need]
@@ -86,6 +88,18 @@ def test_nobody_steps_before_all_copies_have_reduced(comm, param_bytes):
     for rank in range(comm.size):
         group = schedule.placement.reduce_group(rank % 2, 2)
         assert reductions[rank]["end_ns"] >= max(reductions[peer]["start_ns"] for peer in group)
+
+
+def test_a_sum_starts_beside_compute_and_ends_with_the_reduction(comm):
+    schedule, events = run_on(comm, "interleaved_1f1b", 2, 2, cost__param_bytes=400_000)
+    for world_rank, mine in enumerate(events):
+        row = schedule.rows[world_rank % 2]
+        (started,) = (action for action in row if action.kind is Kind.START_REDUCE)
+        (reduce,) = (action for action in row if action.kind is Kind.REDUCE_GRAD)
+        after = row[row.index(started) + 1]
+        assert mine[started]["moved_bytes"] == 200_000
+        assert mine[started]["start_ns"] < mine[after]["end_ns"]
+        assert mine[started]["end_ns"] <= mine[reduce]["end_ns"]
 
 
 def test_a_rank_with_another_list_is_refused_everywhere(comm):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gems.schedule import generate
+from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.lower import lower
 from gems.schedule.placement import bidirectional
@@ -123,6 +124,35 @@ class TestSlowRanks:
 
     def test_a_reduction_waits_for_another_replica(self) -> None:
         made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
-        alone = simulate(made, costs)
-        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(alone.span + 10)
-        assert simulate(made, costs, pace=Pace(late={0: 0.0})).span == alone.span
+        alone, outer = simulate(made, costs), Action(Kind.REDUCE_GRAD, 0)
+        assert simulate(made, costs, pace=Pace(late={outer: alone.span + 7})).span == pytest.approx(alone.span + 10)
+        assert simulate(made, costs, pace=Pace(late={outer: 0.0})).span == alone.span
+
+
+class TestStartedSums:
+    """Two stages on each of two ranks: the sum of the first to end runs beside the backwards of the other."""
+
+    MADE = lower(generate("interleaved_1f1b", 2, 4))
+
+    def test_a_sum_costs_what_sticks_out(self) -> None:
+        costs = uniform(2, 4)
+        alone = simulate(self.MADE, costs)
+        row = self.MADE.rows[0]
+        started = next(i for i, action in enumerate(row) if action.kind is Kind.START_REDUCE)
+        left = alone.start[0][-2] - alone.start[0][started]
+        assert row[started].stage == 2 and left > 1
+        for sum_s, more in ((left, 0.0), (left + 3, 3.0)):
+            early = simulate(self.MADE, replace(costs, reduce=(0.0, 0.0, sum_s, 0.0)))
+            assert early.span == pytest.approx(alone.span + more)
+            assert early.end[0][started] == pytest.approx(alone.start[0][started] + sum_s)
+
+    def test_sums_of_a_rank_follow_each_other(self) -> None:
+        costs = replace(uniform(2, 4), reduce=(2.0, 0.0, 50.0, 0.0))
+        played = simulate(self.MADE, costs)
+        started = next(i for i, a in enumerate(self.MADE.rows[0]) if a.kind is Kind.START_REDUCE)
+        assert played.end[0][-1] == pytest.approx(played.start[0][started] + 52.0)
+
+    def test_it_waits_for_another_replica(self) -> None:
+        costs = replace(uniform(2, 4), reduce=(0.0, 0.0, 3.0, 0.0))
+        late = simulate(self.MADE, costs, pace=Pace(late={Action(Kind.START_REDUCE, 2): 100.0}))
+        assert late.span == pytest.approx(103.0)

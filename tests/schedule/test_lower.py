@@ -8,7 +8,7 @@ import pytest
 
 from gems.errors import ScheduleError
 from gems.schedule import generate, published
-from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import DepthCosts, Network, uniform
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.lower import add_transfers, check_receives, compute_only, lower
@@ -147,9 +147,26 @@ def test_two_stages_on_one_rank_hand_over_without_messages() -> None:
     made = with_rows(looped, ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
     lowered = lower(validate(made))
     assert text_of(validate(lowered)) == lines("""
-        3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 0B0 0REDUCE_GRAD 0STEP
-        1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP
+        3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 3START_REDUCE 0B0 0REDUCE_GRAD 0STEP
+        1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 2START_REDUCE 1B0 1SEND_B0 1REDUCE_GRAD 1STEP
     """)
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"), [("interleaved_1f1b", True), ("zb_v", True), ("1f1b", False), ("gems_master", False)]
+)
+def test_sums_start_where_a_stage_is_done_before_its_rank(name: str, starts: bool) -> None:
+    lowered = lower(generate(name, 4, 8))
+    for row in lowered.rows:
+        found = [action for action in row if action.kind is Kind.START_REDUCE]
+        computes = [action for action in row if action.kind in COMPUTE_KINDS]
+        stages = {action.stage for action in computes}
+        assert {action.stage for action in found} == (stages - {computes[-1].stage} if starts else set())
+        for action in found:
+            at = row.index(action)
+            assert all(other.stage != action.stage for other in row[at + 1 :] if other.kind in COMPUTE_KINDS)
+            before = next(other for other in reversed(row[:at]) if other.kind in COMPUTE_KINDS)
+            assert before.stage == action.stage, "not later than it may be"
 
 
 def test_reduce_and_step_carry_the_lowest_stage() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule import generate, published
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.formats.grid import fault_grid
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, v
@@ -67,7 +67,7 @@ def runs_to_its_end(schedule: Schedule) -> bool:
 
     def is_ready(action: Action, rank: int) -> bool:
         kind, stage, m, way = action.kind.value, action.stage, action.micro_batch, action.direction
-        if kind.startswith("RECV") or kind == "STEP":
+        if kind.startswith("RECV") or kind in ("STEP", "START_REDUCE"):
             return True
         if kind.startswith("SEND"):
             return not done.isdisjoint({(made, stage, m, way) for made in ("F" if kind[-1] == "F" else "BI")})
@@ -109,6 +109,22 @@ def is_in_order_at_the_end(row: tuple[Action, ...]) -> bool:
     return last_compute < kinds.index("REDUCE_GRAD") < kinds.index("STEP")
 
 
+def starts_sums_of_what_is_done(row: tuple[Action, ...]) -> bool:
+    """Whether each sum that is started is of a stage that is done, once, and ahead of the reduction."""
+    kinds = [action.kind.value for action in row]
+    for i, action in enumerate(row):
+        if action.kind.value == "START_REDUCE":
+            last = [j for j, a in enumerate(row) if a.kind in COMPUTE_KINDS and a.stage == action.stage]
+            is_whole = (action.micro_batch, action.direction, action.segment) == (None, 0, None)
+            if not last or not is_whole or not max(last) < i < kinds.index("REDUCE_GRAD") or row.count(action) > 1:
+                return False
+    return True
+
+
+def needed(row: tuple[Action, ...]) -> Counter[Action]:
+    return Counter(action for action in row if action.kind.value != "START_REDUCE")
+
+
 def keeps_the_order_of_micro_batches(row: tuple[Action, ...]) -> bool:
     """Whether the forwards of each stage and direction come in the order of the micro-batches."""
     forwards = [(a.stage, a.direction, a.micro_batch) for a in row if a.kind.value == "F"]
@@ -116,9 +132,14 @@ def keeps_the_order_of_micro_batches(row: tuple[Action, ...]) -> bool:
 
 
 def is_valid(edited: Schedule, base: Schedule) -> bool:
-    """A list with other actions than a whole step's is broken; one with the same actions is, if it cannot run."""
-    same = all(Counter(a) == Counter(b) for a, b in zip(edited.rows, base.rows, strict=True))
+    """A list with other actions than a whole step's is broken; one with the same actions is, if it cannot run.
+
+    Sums need not start before the reduction.
+    """
+    same = all(needed(a) == needed(b) for a, b in zip(edited.rows, base.rows, strict=True))
     if not same or not all(map(is_in_order_at_the_end, edited.rows)):
+        return False
+    if not all(map(starts_sums_of_what_is_done, edited.rows)):
         return False
     return all(map(keeps_the_order_of_micro_batches, edited.rows)) and runs_to_its_end(edited)
 

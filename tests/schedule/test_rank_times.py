@@ -42,7 +42,7 @@ def test_a_hop_behind_compute_is_not_exposed() -> None:
 
 def test_reduction_with_its_waiting_and_the_step() -> None:
     schedule = lower(generate("gems_mast", 2, 2))
-    costs = costs_of(2, reduce=(5.0, 5.0), step=(2.0, 2.0))
+    costs = costs_of(2, reduce=(5.0, 0.0), step=(2.0, 2.0))
     played = simulate(schedule, costs)
     times = rank_times(schedule, costs, played)
     assert [time.step for time in times] == [2.0, 2.0]

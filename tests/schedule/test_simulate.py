@@ -15,6 +15,7 @@ from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.ledger import peaks
 from gems.schedule.lower import add_transfers, lower
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
 from tests.schedule.drawings import edited, play, uniform_cost
 
 
@@ -145,7 +146,7 @@ def test_cost_may_differ_from_action_to_action() -> None:
 
 def test_peers_wait_for_each_other_at_the_reduction() -> None:
     schedule = lower(generate("gems_mast", 2, 2))
-    played = play(schedule, lambda action: {"F": 1, "B": 2, "REDUCE_GRAD": 5}.get(action.kind.value, 0))
+    played = simulate(schedule, replace(uniform(2, 2, 1.0, 2.0), reduce=(5.0, 0.0)))
     ends = [row[-3] for row in played.end]
     assert ends[0] != ends[1]
     assert [row[-2] for row in played.end] == [max(ends) + 5] * 2

@@ -20,6 +20,7 @@ from tests.schedule.drawings import edited, text_of, with_rows
 PLAIN = generate("gems_mast", 3, 2)
 ONE_WAY = lower(generate("1f1b", 3, 3))
 TWO_WAYS = lower(PLAIN)
+LOOPED = lower(generate("interleaved_1f1b", 2, 2))
 SPLIT = with_rows(Schedule("split", 2, linear(2), ((), ())), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"])
 MEMORY = with_rows(Schedule("memory", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"])
 INPUTS = with_rows(
@@ -91,6 +92,14 @@ BROKEN = {
     "0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0F2 0SEND_F2", 0, "0B0", "waits for 0RECV_B0, which never comes"),
     "deadlock, compute only": (generate("gpipe", 2, 2), 0, "0F1 0B0", "0B0 0F1", 0, "0B0",
     "waits for 1B0, which never comes"),
+    "started before its last backward": (LOOPED, 0, "2B1 2SEND_B1 2START_REDUCE", "2START_REDUCE 2B1 2SEND_B1", 0,
+    "2START_REDUCE", "comes before 2B1"),
+    "started after the reduction": (LOOPED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 0START_REDUCE", 0, "0START_REDUCE",
+    "comes after the reduction"),
+    "started twice": (LOOPED, 0, "2START_REDUCE", "2START_REDUCE 2START_REDUCE", 0, "2START_REDUCE", "that once"),
+    "started elsewhere": (LOOPED, 0, "2START_REDUCE", "1START_REDUCE", 0, "1START_REDUCE", "a stage of this rank"),
+    "started in two directions": (TWO_WAYS, 0, "0REDUCE_GRAD", "0START_REDUCE 0REDUCE_GRAD", 0, "0START_REDUCE",
+    "in one direction"),
     "deadlock at the reduction": (TWO_WAYS, 0, "2B1/1 2SEND_B1/1 0REDUCE_GRAD", "2B1/1 0REDUCE_GRAD 2SEND_B1/1", 0,
     "0REDUCE_GRAD", "waits for its peers"),
 }  # fmt: skip

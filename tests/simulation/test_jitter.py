@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gems.schedule import generate
+from gems.schedule.action import Action, Kind
 from gems.schedule.costs import FREE, uniform
 from gems.schedule.lower import lower
 from gems.schedule.simulate import Pace, simulate
@@ -49,11 +50,12 @@ def test_one_simulated_replica_stands_for_all() -> None:
 def test_reductions_of_a_replica_are_ready_one_before_the_other() -> None:
     made = lower(generate("gems_master", 4, 4))
     ready = arrivals_of(made, uniform(4, 4), FREE, None, 0.01, np.random.default_rng(0))
-    assert ready.stages == (0, 1)
+    outer, inner = ready.reductions
+    assert (outer, inner) == (Action(Kind.REDUCE_GRAD, 0), Action(Kind.REDUCE_GRAD, 1))
     end = simulate(made, uniform(4, 4)).span
     assert ready.mean == pytest.approx([end, end - 2], rel=0.01)
     late = ready.last(1000, np.random.default_rng(0))
-    assert late[0] > end and late[1] > end - 2
+    assert late[outer] > end and late[inner] > end - 2
     assert ready.last(0, np.random.default_rng(0)) == {}
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from gems.engine.action_loop import ActionLoop
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
 from gems.engine.transport.message_tags import MessageTags
-from gems.engine.transport.mpi import PersistentRequest, Transport
+from gems.engine.transport.mpi import PersistentRequest, Request, Transport
 from gems.engine.transport.polling import Waiter, realtime_priority
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
-from gems.schedule.dependencies import boundary_of, dependencies
+from gems.schedule.dependencies import boundary_of, dependencies, stages_summed
 from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
@@ -139,11 +139,49 @@ class EmulatedChannels:
         self._transfers.clear()
 
 
+class EmulatedSums:
+    """Sums gradients of a rank over its peers, of which there may be none; without bytes the peers only meet."""
+
+    def __init__(self, schedule: Schedule, rank: int, peers: Transport, stage_bytes: float, recorder: Recorder) -> None:
+        self._schedule, self._peers, self._recorder = schedule, peers, recorder
+        self._per_stage = round(stage_bytes) // 4
+        self._used = 0
+        self._gradients = np.zeros(self._per_stage * len(schedule.placement.stages_on(rank)), np.float32)
+        self._under_way: list[tuple[Action, Request, int]] = []
+
+    def start(self, action: Action) -> None:
+        """Post the sum of a stage's gradients."""
+        if self._peers.size > 1 and self._per_stage:
+            request = self._post(1)
+            self._under_way.append((action, request, time.perf_counter_ns()))
+
+    def poll(self) -> None:
+        """Let sums move, and record those that have ended."""
+        while self._under_way and self._under_way[0][1].Test():
+            action, _, posted_ns = self._under_way.pop(0)
+            self._recorder.transfer(action, posted_ns, 4 * self._per_stage)
+
+    def finish(self, action: Action) -> None:
+        """Sum the rest, and return when all of it is summed."""
+        if self._peers.size > 1 and self._per_stage:
+            self._peers.wait_sum(self._post(len(stages_summed(action, self._schedule))))
+        elif self._peers.size > 1:
+            self._peers.barrier()
+        for _, request, _ in self._under_way:
+            self._peers.wait_sum(request)
+        self.poll()
+        self._used = 0
+
+    def _post(self, num_stages: int) -> Request:
+        begin, self._used = self._used, self._used + num_stages * self._per_stage
+        return self._peers.post_sum(self._gradients[begin : self._used])
+
+
 class EmulatedExecutor:
     """Runs one rank's actions on an emulated device with one compute stream and a copy engine in each direction.
 
     `costs` are in units of `unit_s` seconds and `activation_bytes`. At most `cap` units of activations are held: what
-    allocates some waits for copies to host memory. `reduce` returns when the peers have summed the gradients. `pace`
+    allocates some waits for copies to host memory. `sums` are those of the gradients, if the list has any. `pace`
     makes this rank slower than the costs, or makes it wait for its inputs.
     """
 
@@ -158,13 +196,13 @@ class EmulatedExecutor:
         channels: EmulatedChannels,
         waiter: Waiter,
         recorder: Recorder,
-        reduce: Callable[[], None],
+        sums: EmulatedSums | None = None,
         heartbeat: Heartbeat | None = None,
         pace: Pace = EVEN,
     ) -> None:
         actions = schedule.rows[rank]
         self._schedule, self._rank, self._costs, self._cap = schedule, rank, costs, cap
-        self._channels, self._waiter, self._recorder, self._reduce_all = channels, waiter, recorder, reduce
+        self._channels, self._waiter, self._recorder, self._sums = channels, waiter, recorder, sums
         self._time_ns = {
             action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9) for action in actions
         }
@@ -193,8 +231,8 @@ class EmulatedExecutor:
             | dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), channels.post)
             | dict.fromkeys(COPY_KINDS, self._copy)
             | dict.fromkeys(WAIT_KINDS, self._wait)
-            | {Kind.REDUCE_GRAD: self._reduce},
-            channels.poll,
+            | ({} if sums is None else {Kind.START_REDUCE: sums.start, Kind.REDUCE_GRAD: self._reduce}),
+            self._poll,
             heartbeat,
         )
 
@@ -280,8 +318,14 @@ class EmulatedExecutor:
         while self._due and (time_ns is None or self._due[0][0] <= time_ns):
             heapq.heappop(self._due)[2]()
 
+    def _poll(self) -> None:
+        self._channels.poll()
+        if self._sums is not None:
+            self._sums.poll()
+
     def _reduce(self, action: Action) -> None:
         begin_ns = self._free_ns
-        self._reduce_all()
+        assert self._sums is not None
+        self._sums.finish(action)
         self._free_ns = max(begin_ns, time.perf_counter_ns())
         self._recorder.span(action, COMPUTE, begin_ns, self._free_ns)

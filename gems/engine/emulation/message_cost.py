@@ -62,7 +62,7 @@ def measure_hop(
     channels = EmulatedChannels(chain, rank, (float(num_bytes),) * num_ranks, [transport] * 2, recorder)
     waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
     costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
-    executor = EmulatedExecutor(chain, rank, costs, COMPUTE_S, 0, None, channels, waiter, recorder, reduce=lambda: None)
+    executor = EmulatedExecutor(chain, rank, costs, COMPUTE_S, 0, None, channels, waiter, recorder)
     control.barrier()
     executor.run(0)
     channels.close()

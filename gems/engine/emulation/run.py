@@ -7,12 +7,10 @@ from contextlib import closing
 from functools import partial
 from statistics import mean
 
-import numpy as np
-
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor
+from gems.engine.emulation.executor import EmulatedChannels, EmulatedExecutor, EmulatedSums
 from gems.engine.emulation.message_cost import measure_hop
 from gems.engine.step_loop import StepResult, check_ranks, measure_offset, run_steps, schedule_record, trace_attributes
 from gems.engine.supervision.recorder import Recorder
@@ -65,20 +63,16 @@ def emulate(
         recorder = Recorder(part)
         link_ns = round(spec.cost.link / spec.parallel.strips * spec.cost.unit_s * 1e9)
         channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder, link_ns)
-        waiter = Waiter(channels.poll, interval_s, hang_timeout_s, wait_state)
-        gradients = np.zeros(gradient_bytes(spec, placement, rank) // 4, np.float32)
-        reduce_ns = round(costs.reduce[placement.lowest_stage(rank)] * spec.cost.unit_s * 1e9)
+        sums = EmulatedSums(schedule, rank, peers, gradient_bytes(spec, placement), recorder)
 
-        def reduce() -> None:
-            if len(gradients) and peers.size > 1:
-                peers.sum_in_place(gradients)
-            elif peers.size > 1:
-                peers.barrier()
-                waiter.wait_until_time(time.perf_counter_ns() + reduce_ns)
+        def poll() -> None:
+            channels.poll()
+            sums.poll()
 
+        waiter = Waiter(poll, interval_s, hang_timeout_s, wait_state)
         executor = EmulatedExecutor(
             schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, activation_cap(spec),
-            channels, waiter, recorder, reduce, heartbeat, replica_pace(spec, replica),
+            channels, waiter, recorder, sums, heartbeat, replica_pace(spec, replica),
         )  # fmt: skip
 
         def run_step(step: int) -> StepResult:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from gems.engine.optimization.gradient_sum import GradientSum, open_sum
 from gems.engine.optimization.parameter_groups import trained
-from gems.engine.optimization.staged_sum import StagedSum, needs_staging
 from gems.engine.stage import StageKey
 from gems.engine.transport.links import Sums
 
@@ -25,16 +25,22 @@ class Gradients:
 
     Frozen parameters have none.
 
-    The buffer is [gradients by stage | running statistics | gradients of second copies], and the first two parts are
-    the message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves both directions and all replicas
-    (GEMS). Running statistics come back as their mean, so that all copies stay equal.
+    The buffer is [gradients by stage | running statistics | gradients of second copies], with the stages first that
+    START_REDUCE sums, each by itself. What is left of the first two parts is one message. Ranks r and P-1-r hold the
+    same two stages, so one all-reduce serves both directions and all replicas (GEMS). Running statistics come back as
+    their mean, so that all copies stay equal.
     """
 
     def __init__(
-        self, modules: Mapping[StageKey, nn.Module], transport: Sums, dtype: torch.dtype, device: torch.device
+        self,
+        modules: Mapping[StageKey, nn.Module],
+        transport: Sums,
+        dtype: torch.dtype,
+        device: torch.device,
+        started: Collection[int] = (),
     ) -> None:
         self._transport = transport
-        stages = sorted({stage for _, stage in modules})
+        stages = sorted({stage for _, stage in modules}, key=lambda stage: (stage not in started, stage))
         copies = [[modules[key] for key in sorted(modules) if key[1] == stage] for stage in stages]
         # each with those of the other copies on the rank
         self._statistics = [
@@ -44,7 +50,7 @@ class Gradients:
         end_of_message = num_gradients + sum(tensors[0].numel() for tensors in self._statistics)
         num_seconds = sum(p.numel() for same in copies for copy in same[1:] for p in trained(copy.parameters()))
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
-        self._message, self._packed = self._flat[:end_of_message], self._flat[num_gradients:end_of_message]
+        self._packed = self._flat[num_gradients:end_of_message]
         # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
         self._of_stage: dict[int, Tensor] = {}
@@ -58,12 +64,17 @@ class Gradients:
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
         self._has_copies = transport.size > 1 or bool(self._seconds)
-        self._staged = StagedSum(self._message, transport) if needs_staging(self._message, transport) else None
+        at = sum(self._of_stage[stage].numel() for stage in started)
+        self._sum = open_sum(self._flat[at:end_of_message], transport)
+        self._sums = {stage: open_sum(part, transport) for stage in started if len(part := self._of_stage[stage])}
+        self._message_bytes: int = end_of_message * self._flat.element_size()
+        self._started: list[GradientSum] = []
+        self._unreported: list[tuple[GradientSum, Callable[[], None]]] = []  # the last of them
 
     @property
     def num_bytes(self) -> int:
-        """Size of one rank's message in bytes."""
-        return self._message.numel() * self._message.element_size()
+        """Size of what one rank sums with its peers in bytes."""
+        return self._message_bytes
 
     def zero(self) -> None:
         """Clear all gradients, for the next step."""
@@ -80,8 +91,24 @@ class Gradients:
         if factor != 1:
             self._flat.mul_(factor)
 
+    def start_reduce(self, stage: int, done: Callable[[int], None]) -> None:
+        """Begin to sum the gradients of a stage over its copies; `done` gets their bytes at the end; collective."""
+        if self._transport.size > 1 and stage in self._sums:
+            size = self._of_stage[stage].nbytes
+            self._sums[stage].start()
+            self._started.append(self._sums[stage])
+            self._unreported.append((self._sums[stage], lambda: done(size)))
+
+    def poll(self) -> None:
+        """Let sums that were started move on."""
+        for each, _ in self._unreported:
+            if not each.poll():
+                break
+        while self._unreported and self._unreported[0][0].is_over:
+            self._unreported.pop(0)[1]()
+
     def reduce(self) -> None:
-        """Sum the gradients and average the running statistics over all copies; collective."""
+        """Sum the other gradients, average the running statistics, and wait for all sums; collective."""
         if not self._has_copies:
             return
         for first, second in self._seconds:
@@ -91,10 +118,14 @@ class Gradients:
             means = [(sum(tensors) / (len(tensors) * num_ranks)).reshape(-1) for tensors in self._statistics]
             if means:
                 torch.cat(means, out=self._packed)
-        if num_ranks > 1 and self._staged is None:
-            self._transport.sum_in_place(self._message)
-        elif num_ranks > 1 and self._staged is not None:
-            self._staged.run()
+        if num_ranks > 1:
+            for each in self._started:
+                each.post()
+            self._sum.start()
+            for each in (*self._started, self._sum):
+                each.finish()
+            self.poll()
+            self._started.clear()
         at = 0
         with torch.no_grad():
             for tensors in self._statistics:

@@ -78,6 +78,7 @@ class P2PChannels:
         self._links = links
         self._staging = staging
         self._recorder = recorder
+        self._others: list[Callable[[], None]] = []
         self._receives: dict[Action, _Receive] = {}
         self._unposted: dict[tuple[int, Kind], deque[tuple[Buffer, Callable[[], None]]]] = {}
         size = max((sum(map(staging.num_pieces, boundary)) for boundary in boundaries), default=1)
@@ -165,6 +166,10 @@ class P2PChannels:
         """Return how many tensors the gradient of a stage's output has."""
         return len(with_gradient(self._boundaries[stage]))
 
+    def poll_also(self, other: Callable[[], None]) -> None:
+        """Call `other` at each poll and in waits, for what else is under way."""
+        self._others.append(other)
+
     def poll(self) -> None:
         """Let messages move while the rank computes."""
         self._post_ready()
@@ -198,6 +203,8 @@ class P2PChannels:
 
     def _post_ready(self) -> None:
         """Give links the buffers that the device has done with, and that stand behind no other."""
+        for other in self._others:
+            other()
         for edge, waiting in list(self._unposted.items()):
             while waiting and waiting[0][0].is_ready:
                 waiting.popleft()[1]()

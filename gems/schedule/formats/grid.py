@@ -140,7 +140,7 @@ def _is_ready(rank: int, action: Action, at: list[int], done: set[Action], sched
         return all(
             any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1]) for peer in peers
         )
-    if action.kind is Kind.STEP or action.kind in RECV_KINDS:
+    if action.kind in (Kind.STEP, Kind.START_REDUCE) or action.kind in RECV_KINDS:
         return True
     is_known = 0 <= action.direction < schedule.num_directions and 0 <= action.stage < schedule.num_stages
     if not is_known or schedule.rank_of(action) != rank:

@@ -1,0 +1,151 @@
+"""Sums of a flat tensor over ranks, which go on while the rank computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gems.engine.transport.links import Request, Sums
+
+BUCKET_ELEMENTS = 2**23  # of 4 or 8 bytes: a copy of milliseconds
+
+
+class GradientSum(Protocol):
+    """A sum of one tensor in place, step after step; all ranks start the same ones in the same order."""
+
+    def start(self) -> None:
+        """Begin; until `finish` the tensor may not be used."""
+
+    def poll(self) -> bool:
+        """Let it move on without waiting, and return whether all of it is posted, so that the next one may be."""
+
+    def post(self) -> None:
+        """Post all of it, and wait for the device to come to it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a poll has seen its end."""
+
+    def finish(self) -> None:
+        """Wait for its end; the current stream may use the tensor."""
+
+
+def open_sum(tensor: Tensor, sums: Sums) -> GradientSum:
+    """Return the sum of a flat tensor where it is, or by way of host memory or of another type."""
+    return StagedSum(tensor, sums) if needs_staging(tensor, sums) else PlainSum(tensor, sums)
+
+
+class PlainSum:
+    """Sums a tensor where it is."""
+
+    def __init__(self, tensor: Tensor, sums: Sums) -> None:
+        self._tensor, self._sums = tensor, sums
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        """Post it; on a GPU it follows the work of the current stream."""
+        self._request = self._sums.post_sum(self._tensor)
+
+    def poll(self) -> bool:
+        """Return True: it is posted."""
+        return True
+
+    def post(self) -> None:
+        """Do nothing: it is posted."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._request is None or self._request.Test()
+
+    def finish(self) -> None:
+        """Wait for its end."""
+        self._sums.wait_sum(self._request)
+        self._request = None
+
+
+class StagedSum:
+    """Sums a tensor of a GPU in pinned host memory, or one of a low type in float32, bucket by bucket.
+
+    Both ways have streams of their own: while ranks sum one bucket, the next ones leave, and earlier ones come back.
+    """
+
+    def __init__(self, tensor: Tensor, sums: Sums, elements: int = BUCKET_ELEMENTS) -> None:
+        """Lay out the buckets of a flat tensor."""
+        self._device, self._sums = tensor.device, sums
+        in_place = _can_sum_at(self._device, sums)
+        dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        place = self._device if in_place else torch.device("cpu")
+        staged = torch.empty(tensor.shape, dtype=dtype, device=place, pin_memory=not in_place)
+        self._buckets = list(zip(torch.split(tensor, elements), torch.split(staged, elements), strict=True))
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if not in_place:
+            self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._leaving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
+        self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
+
+    def start(self) -> None:
+        """Copy all buckets, behind the work of the current stream; those that need no event are posted."""
+        if self._streams is not None:
+            self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        with self._on_stream(0):
+            for bucket, staged in self._buckets:
+                staged.copy_(bucket, non_blocking=True)
+                event = None if self._streams is None else torch.cuda.current_stream(self._device).record_event()
+                self._leaving.append((event, staged))
+        self.poll()
+
+    def poll(self) -> bool:
+        """Post the buckets that have left, and bring back those that are summed; return whether all are posted."""
+        while self._leaving and ((event := self._leaving[0][0]) is None or event.query()):  # type: ignore[no-untyped-call]
+            self._post_next()
+        while self._coming and self._coming[0][0].Test():
+            self._bring_next()
+        return not self._leaving
+
+    def post(self) -> None:
+        """Post all buckets, each once it has left the device."""
+        while self._leaving:
+            if (event := self._leaving[0][0]) is not None:
+                event.synchronize()
+            self._post_next()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all buckets are on their way back."""
+        return not self._leaving and not self._coming
+
+    def finish(self) -> None:
+        """Bring back all buckets, for the current stream."""
+        self.post()
+        while self._coming:
+            self._bring_next()
+        if self._streams is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._streams[1])
+
+    def _on_stream(self, number: int) -> AbstractContextManager[object]:
+        return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[number])
+
+    def _post_next(self) -> None:
+        _, staged = self._leaving.popleft()
+        bucket = self._buckets[len(self._buckets) - len(self._leaving) - 1][0]
+        self._coming.append((self._sums.post_sum(staged), bucket, staged))
+
+    def _bring_next(self) -> None:
+        request, bucket, staged = self._coming.popleft()
+        self._sums.wait_sum(request)
+        with self._on_stream(1):
+            bucket.copy_(staged, non_blocking=True)
+
+
+def needs_staging(tensor: Tensor, sums: Sums) -> bool:
+    """Return whether ranks cannot sum a tensor where it is, as what it is."""
+    return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (torch.float32, torch.float64)
+
+
+def _can_sum_at(device: torch.device, sums: Sums) -> bool:
+    return device.type == "cpu" or sums.sums_on_device
