@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,13 @@ class Precision(NamedTuple):
         return self.parameters is not self.compute
 
 
+class Elsewhere(NamedTuple):
+    """A device that layers are profiled for; inside what `casts` makes, its autocast acts on tensors of another."""
+
+    device: torch.device
+    casts: Callable[[], AbstractContextManager[Any]]
+
+
 @dataclass(slots=True)
 class _Copy:
     module: nn.Module
@@ -61,13 +68,15 @@ class Mixed:
 
     Attributes:
         dtype: the low type.
+        elsewhere: whose autocast acts, if not that of the device of the tensors.
         low_copies: the copies of weights.
     """
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, dtype: torch.dtype, elsewhere: Elsewhere | None = None) -> None:
         self.dtype = dtype
+        self.elsewhere = elsewhere
         self._copies: dict[tuple[int, str], _Copy] = {}
-        self._contexts: list[AbstractContextManager[Any]] = []
+        self._contexts: list[ExitStack] = []
         made: dict[int, nn.Parameter] = {}
         for module in layer.modules():
             for name, weight in module._parameters.items() if isinstance(module, _PRODUCTS) else ():
@@ -95,21 +104,23 @@ class Mixed:
     def _begin(self, layer: nn.Module, given: Any) -> None:
         for each in self._copies.values():
             each.module._parameters[each.name] = each.fresh()
-        context = torch.autocast(_device_type(given), dtype=self.dtype)
-        context.__enter__()  # type: ignore[no-untyped-call]
-        self._contexts.append(context)
+        contexts = ExitStack()
+        contexts.enter_context(torch.autocast(_device_type(given), dtype=self.dtype))
+        if self.elsewhere is not None:
+            contexts.enter_context(self.elsewhere.casts())
+        self._contexts.append(contexts)
 
     def _end(self, layer: nn.Module, given: Any, made: Any) -> Any:
-        self._contexts.pop().__exit__(None, None, None)
+        self._contexts.pop().close()
         for each in self._copies.values():
             each.module._parameters[each.name] = each.weight
         return self.cast(made)
 
 
-def compute_in(layer: nn.Module, precision: Precision) -> nn.Module:
-    """Let a layer compute in the low type of a mixed precision; return the layer."""
+def compute_in(layer: nn.Module, precision: Precision, elsewhere: Elsewhere | None = None) -> nn.Module:
+    """Let a layer compute in the low type of a mixed precision, perhaps as `elsewhere`; return the layer."""
     if precision.is_mixed:
-        setattr(layer, _MIXED, Mixed(layer, precision.compute))
+        setattr(layer, _MIXED, Mixed(layer, precision.compute, elsewhere))
     return layer
 
 

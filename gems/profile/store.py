@@ -24,9 +24,10 @@ from gems.profile.model_profile import TIMES, ModelProfile
 from gems.profile.pace import RunPace
 from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
 from gems.utils.cache import cached, keep_cached, read_cached
+from gems.utils.gpus import may_have_gpu
 from gems.utils.targets import source_of
 
-PROFILER = 11  # another number for profilers that would give other figures
+PROFILER = 12  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
@@ -87,9 +88,17 @@ def is_fake(profile: ProfileConfig) -> bool:
 def key_of(spec: RunSpec) -> dict[str, Any]:
     """Return everything that the profile of a resolved run depends on: subject, profiler, machine, versions."""
     name = spec.profile.name
-    where = _values(spec, _ON_FAKE) if is_fake(spec.profile) else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
+    where = (
+        _on_fake(spec, _ON_FAKE) if is_fake(spec.profile) else {"node": platform.node(), **_values(spec, _ON_DEVICE)}
+    )
     more = _values(spec, _INCREMENTAL) if name == "incremental" else {}
     return {**subject_of(spec), **where, **more, "profile": name, "profiler": PROFILER, **versions()}
+
+
+def _on_fake(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values of keys, and whether machine.device=auto stands for a GPU: nodes may share a cache."""
+    more = {"has_gpu": may_have_gpu()} if spec.machine.device == "auto" else {}
+    return {**_values(spec, keys), **more}
 
 
 def _values(spec: RunSpec, keys: Sequence[str]) -> dict[str, Any]:
@@ -264,7 +273,7 @@ def strip_work_of(spec: RunSpec) -> StripWork:
 
 
 def _strips_taken(spec: RunSpec, taker: str, wanted: str) -> dict[str, Any]:
-    known = {**subject_of(spec), **_values(spec, _ON_STRIPS), "profiler": PROFILER, **versions()}
+    known = {**subject_of(spec), **_on_fake(spec, _ON_STRIPS), "profiler": PROFILER, **versions()}
     key = json.dumps([taker, known], sort_keys=True, default=str)
     return cached(spec.cache_dir, "strips", key, lambda: take_profile(spec, taker, wanted))
 

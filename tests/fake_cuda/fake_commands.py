@@ -63,3 +63,34 @@ def test_gradients_on_the_gpu_are_those_of_one_process(memory: str) -> None:
     words = f"memory={memory} train.precision=float64 parallel.partitions=2 schedule=1f1b".split()
     found = json.loads(run("gems", "verify", "--json", *SMALL, *words).stdout)
     assert found["max_rel_error"] <= 1e-12
+
+
+MIXED = [
+    "machine=cuda",
+    "data=synthetic",
+    "data.height_px=64",
+    "data.width_px=64",
+    "data.num_classes=3",
+    "parallel.micro_batch_size=1",
+    "train.precision=bf16_mixed",
+]
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("model", ["convnext_tiny", "nf_resnet50 model.width=8", "resnet50 model.width=8", "unet"])
+def test_mixed_precision_keeps_what_a_profile_without_a_gpu_says(model: str, tmp_path: Path) -> None:
+    """CUDA's autocast computes norms and sums in float32, the processor's does not."""
+    words = (*MIXED, *f"model={model}".split(), f"cache_dir={tmp_path}", "profile.repetitions=1")
+    fake, measured = (
+        json.loads(run("gems", "profile", "--json", *words, f"profile={name}").stdout)["layers"]
+        for name in ("fake", "measured")
+    )
+    for key in ("stash_bytes", "saved", "held_for_weights_bytes", "plain_peak_bytes", "cheap_bytes"):
+        assert [layer[key] for layer in fake] == [layer[key] for layer in measured], key
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_strips_in_mixed_precision_keep_what_is_predicted(tmp_path: Path) -> None:
+    words = ("model=convnext_tiny", "parallel.strips=2", "parallel.micro_batches=2", f"cache_dir={tmp_path}")
+    found = json.loads(run("gems", "verify", "--json", *MIXED, *words).stdout)
+    assert found["peak_activation_bytes"] == found["predicted_activation_bytes"]

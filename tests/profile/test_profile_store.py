@@ -129,6 +129,14 @@ class TestCache:
         profile_of(spec_of(cache_dir=str(tmp_path), name="other", seed=5))
         assert len(taken) == 1
 
+    def test_a_gpu_is_in_the_key_of_the_device_that_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nodes with GPUs and without may share a cache."""
+        keys = []
+        for has_gpu in (True, False):
+            monkeypatch.setattr(store, "may_have_gpu", lambda has_gpu=has_gpu: has_gpu)
+            keys += [key_of(spec_of(machine=MachineConfig(device=device))) for device in ("auto", "cpu")]
+        assert keys[0] != keys[2] and keys[1] == keys[3]
+
     def test_the_versions_are_in_the_key(self) -> None:
         assert versions().items() <= key_of(spec_of()).items()
 

@@ -17,6 +17,14 @@ _CAST = torch.ops.aten._to_copy.default
 _EXPLICIT = ("to", "_to_copy", "type_as")  # what a layer casts itself
 
 
+class Autocast(torch.autocast):
+    """The autocast of a device that need not be here, for tensors without memory."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *others: Any) -> None:
+        super().__init__(device_type, dtype, False, *others)
+        self._enabled = enabled
+
+
 class Casts(NamedTuple):
     """What autocast does to an operation: the types of the arguments that it casts, by their IDs, and other options.
 
@@ -38,7 +46,7 @@ def without_memory(device: torch.device, low: torch.dtype | None) -> Iterator[Fa
             yield None
     else:
         mode: Any = FakeTensorMode()
-        with torch.no_grad(), mode, device, torch.autocast(device.type, low):
+        with torch.no_grad(), mode, device, Autocast(device.type, low):
             yield mode
 
 
@@ -70,10 +78,14 @@ def find_casts(
     if any(each.name == "dtype" for each in target._schema.arguments):
         choices += [{"dtype": tensor.dtype} for tensor in tensors_in(outputs)]
     for options in choices:
-        found, _ = run(args, {**kwargs, **options}, ())
-        if found.calls == wanted.calls:
+        found, made = run(args, {**kwargs, **options}, ())
+        if found.calls == wanted.calls and _dtypes(made) == _dtypes(outputs):
             return Casts(wanted.dtypes, options)
     return None
+
+
+def _dtypes(made: Any) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(made)]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from gems.autograd.strips.casts import find_casts, without_memory
+from gems.autograd.strips.casts import Autocast, find_casts, without_memory
 from gems.errors import ConfigError, one_line
 from gems.models.mixed import Mixed, mixed_of
 from gems.models.outputs import map_tensors, tensors_in
@@ -129,6 +129,8 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
 
 def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: torch.device) -> _Layer:
     mixed = mixed_of(module)
+    if mixed is not None and mixed.elsewhere is not None:
+        device = mixed.elsewhere.device
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     weights = [_weight(module, path, mixed) for path, _ in tensors]
     names: dict[str, tuple[str, str, int]] = {}
@@ -147,7 +149,7 @@ def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: to
             for (path, tensor), weight in zip(tensors, weights, strict=True)
         }
         graph = make_fx(run, pre_dispatch=True)(state, *map(_like, inputs))
-    autocasts = [] if mixed is None else [torch.autocast(device.type, mixed.dtype)]
+    autocasts: list[torch.autocast] = [] if mixed is None else [Autocast(device.type, mixed.dtype)]
     return _Layer(weights, graph, kept[0], names, mode, autocasts)
 
 
@@ -269,7 +271,7 @@ def _change_autocast(layer: _Layer, node: fx.Node) -> None:
     if layer.mode is None and node.args[2]:
         raise _RefusedError(f"layer {layer.names[node.name][0]} turns autocast on", f"take it out, or set {KEY}=1")
     arguments: tuple[Any, ...] = node.args
-    layer.autocasts.append(torch.autocast(*arguments))
+    layer.autocasts.append(Autocast(*arguments))
 
 
 def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype], Mapping[str, Any]]:

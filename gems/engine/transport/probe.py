@@ -20,6 +20,7 @@ from gems.config.schema import MachineConfig
 from gems.engine.transport.environment import launched_rank
 from gems.errors import ConfigError, GemsError, RankFailedError
 from gems.utils.atomic_io import write_json
+from gems.utils.gpus import may_have_gpu
 from gems.utils.logs import set_up_rank_logging
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ HANG_TIMEOUT_S = 60.0
 FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
 # Outcome of a message from device memory; the second stays in the file if such a message ends the ranks.
 NO_GPU, TRYING, PASSED, STAGED = "no GPU", "trying", "passed", "not taken"
-GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +96,7 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
 
 def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
     """Open the rank's GPU as a run would; return None, without loading torch, if it has none."""
-    if wanted == "cpu" or (wanted == "auto" and not any(path.exists() for path in GPU_FILES)):
+    if wanted == "cpu" or (wanted == "auto" and not may_have_gpu()):
         return None
     from gems.engine.device import open_device
 

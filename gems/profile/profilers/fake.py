@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gems.autograd.elsewhere import cuda_elsewhere
 from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
 from gems.models.build import Dtype, as_precision, as_tuple, build_layer
-from gems.models.mixed import Precision, compute_in
+from gems.models.mixed import Elsewhere, Precision, compute_in
 from gems.models.outputs import tensors_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
@@ -147,7 +148,7 @@ def _is_view(func: Any) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
-_HOST = torch.device("cpu")  # a build without a GPU knows no fake tensors of one
+_HOST = torch.device("cpu")  # a build for processors has no autograd for fake tensors of a GPU
 
 
 def fake_profile(
@@ -196,14 +197,20 @@ class FakeWithNorms(AbstractContextManager[None]):
 def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
     """Return what runs layers on fake tensors, with the times of a machine; raises ConfigError as `rates_of`."""
     mode: Any = FakeWithNorms() if precision.is_mixed else FakeTensorMode()
+    elsewhere = autocast_elsewhere(machine, precision)
 
     def build(layer: Layer, _: int) -> nn.Module:
         module = on_meta(layer, precision.parameters)
         with mode:
-            return compute_in(made_fake(module), precision)
+            return compute_in(made_fake(module), precision, elsewhere)
 
     times = partial(roofline_times, rates=rates_of(machine, precision))
     return Lab(build, _HOST, workspace_of(machine_device(machine)), times, mode)
+
+
+def autocast_elsewhere(machine: MachineConfig, precision: Precision) -> Elsewhere | None:
+    """Return whose autocast a run on a machine has, None for that of fake tensors themselves."""
+    return cuda_elsewhere() if precision.is_mixed and machine_device(machine).type == "cuda" else None
 
 
 def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:

@@ -20,7 +20,7 @@ from gems.models.outputs import tensors_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import given_tensors
-from gems.profile.profilers.fake import fake_lab, made_fake, on_meta, rates_of
+from gems.profile.profilers.fake import autocast_elsewhere, fake_lab, made_fake, on_meta, rates_of
 from gems.profile.profilers.layer_run import LayerCall, task_loss
 from gems.profile.profilers.meter import meter
 from gems.profile.profilers.take import answer
@@ -35,6 +35,7 @@ def take(spec: RunSpec) -> OpGraph:
     """
     precision = Precision.of(spec.train.precision)
     kind, lab = precision.compute, fake_lab(spec.machine, precision)
+    elsewhere = autocast_elsewhere(spec.machine, precision)
     layers = layers_of(spec.model, spec.data)
     operators = operators_of(layers)
     readers = Counter(feeder for operator in operators for feeder in operator.feeders)
@@ -55,7 +56,8 @@ def take(spec: RunSpec) -> OpGraph:
         if key not in known:
             module = operator_module(operator, on_meta(layer, precision.parameters))
             with lab.mode:
-                call = LayerCall(compute_in(made_fake(module), precision), inputs, number == 0, loss)
+                compute_in(made_fake(module), precision, elsewhere)
+                call = LayerCall(module, inputs, number == 0, loss)
                 times, found = lab.times(call), meter(call, lab.workspace)
                 made = tuple(torch.empty(each.shape, dtype=each.dtype) for each in tensors_in(module(*inputs)))
             state_bytes = found.layer.param_bytes * (2 + states) + found.layer.buffer_bytes
