@@ -97,7 +97,8 @@ class StagedSum:
                 staged.copy_(bucket, non_blocking=True)
                 event = None if self._streams is None else torch.cuda.current_stream(self._device).record_event()
                 self._leaving.append((event, staged))
-        self.poll()
+        if self._streams is None:
+            self.post()
 
     def poll(self) -> bool:
         """Post the buckets that have left, and bring back those that are summed; return whether all are posted."""
