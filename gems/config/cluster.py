@@ -13,7 +13,7 @@ from gems.config.fields import choice, flag, number, text
 from gems.config.registries import LAUNCHERS
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
-CONTAINERS = ("none", "apptainer", "singularity", "pyxis")
+CONTAINERS = ("none", "apptainer", "singularity", "pyxis", "shifter", "podman-hpc", "uenv")
 CHARGED = ("gpu-hour", "node-hour")
 MAX_NODES = 2**20
 MAX_PER_NODE = 2**16
@@ -60,7 +60,13 @@ class QueueLimit:
     min_nodes: int = number(1, "nodes of the smallest jobs", min=1)
     max_nodes: int | None = number(None, "nodes of the largest jobs; null: no limit", min=1)
     minutes: int | None = number(None, "longest time limit", min=1)
+    node_hours: float | None = number(None, "most nodes times hours", above=0)
     queued_jobs: int | None = number(None, "jobs that a user may have queued", min=1)
+
+    @property
+    def is_of_size(self) -> bool:
+        """Whether the row says which jobs may run, and not only how many may be queued."""
+        return (self.min_nodes, self.max_nodes, self.minutes, self.node_hours) != (1, None, None, None)
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class ClusterConfig:
     minutes: int = number(60, "time limit of a job", min=1, max=MAX_MINUTES, in_run_id=False)
     partition: str | None = _word("partition of a job")
     account: str | None = _word("account that a job is charged to", in_run_id=False)
+    account_required: bool = flag(False, "whether the site takes no job without an account", in_run_id=False)
     account_suffix: str | None = _word("suffix that the site wants at the end of an account")
     mpi: str | None = _word("srun's --mpi")
     python: str | None = text(None, "interpreter of the ranks, in the container if there is one; null: this one",

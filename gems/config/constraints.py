@@ -128,8 +128,8 @@ def check_cluster(cluster: ClusterConfig) -> None:
          f"must list the {cluster.gpus_per_node} GPUs of a node", "change it, or cluster.gpus_per_node"),
         (image is not None and cluster.container == "none", "cluster.container_image", image,
          "needs a container runtime", f"set cluster.container: {', '.join(CONTAINERS[1:])}"),
-        (image is not None and cluster.container == "pyxis" and cluster.launcher != "srun", "cluster.container",
-         "pyxis", f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"),
+        (image is not None and cluster.container in ("pyxis", "uenv") and cluster.launcher != "srun",
+         "cluster.container", cluster.container, f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"),
         (rate is not None and cluster.charge_per is None, "cluster.charge_per", "null",
          f"must be given beside cluster.charge_rate={rate or 0:g}", one_of(CHARGED)),
     ])  # fmt: skip

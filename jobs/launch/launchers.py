@@ -21,7 +21,8 @@ from jobs.slurm.resources import SIMULATED, JobSpec
 RANK = "gems.engine.run"
 CODE = code_root()
 CHECKOUT = CODE / "setup.cfg"  # without it the code is installed, and the image must have its own
-PYXIS = "pyxis"
+PYXIS, UENV = "pyxis", "uenv"
+OF_SRUN = (PYXIS, UENV)  # plug-ins of srun itself
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
@@ -67,7 +68,7 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
         *([f"--{gpus[0]}={gpus[1]}"] if gpus else []),
         *([f"--gpu-bind={cluster.gpu_bind}"] if gpus and cluster.gpu_bind else []),
         *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
-        *_pyxis_options(job, folder.path),
+        *_container_options(job, folder.path),
         *cluster.srun,
         *(program or rank_program(job, folder)),
     ]
@@ -82,7 +83,7 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line that removes stale shared-memory files on every node of an allocation."""
     inside = folder.path if job.snapshot else None
     program = _in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside)
-    return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none", *_pyxis_options(job, inside), *program]
+    return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none", *_container_options(job, inside), *program]
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
@@ -96,20 +97,31 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
 
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
-    """Return the command that runs `program`, by `apptainer exec` or its like if the job's container needs that."""
-    cluster = job.cluster
-    if cluster.container_image is None or cluster.container == PYXIS:
+    """Return the command that runs `program`, by `apptainer exec` or its like if the job's container needs that.
+
+    shifter keeps the working directory, and mounts the site's file systems by itself.
+    """
+    cluster, image = job.cluster, job.cluster.container_image
+    if image is None or cluster.container in OF_SRUN:
         return list(program)
+    if cluster.container == "shifter":
+        return ["shifter", f"--image={image}", *cluster.container_options, *program]
+    if cluster.container == "podman-hpc":
+        binds = [f"--volume={path}:{path}" for path in _shared(job, folder)]
+        home = [f"--workdir={path}" for path in _home(job, folder)]
+        return ["podman-hpc", "run", "--rm", "--env-host", *binds, *home, *cluster.container_options, image, *program]
     binds = [f"--bind={path}" for path in _shared(job, folder)]
     home = [f"--pwd={path}" for path in _home(job, folder)]
-    return [cluster.container, "exec", *binds, *home, *cluster.container_options, cluster.container_image, *program]
+    return [cluster.container, "exec", *binds, *home, *cluster.container_options, image, *program]
 
 
-def _pyxis_options(job: JobSpec, folder: Path | None) -> list[str]:
-    """Return the options for srun itself, of which pyxis is a plug-in."""
+def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
+    """Return the options for srun itself, of which pyxis and uenv are plug-ins; a uenv sees all file systems."""
     cluster = job.cluster
-    if cluster.container_image is None or cluster.container != PYXIS:
+    if cluster.container_image is None or cluster.container not in OF_SRUN:
         return []
+    if cluster.container == UENV:
+        return [f"--uenv={cluster.container_image}", *cluster.container_options]
     mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
     mount_option = [f"--container-mounts={mounts}"] if mounts else []
     home = [f"--container-workdir={path}" for path in _home(job, folder)]

@@ -15,7 +15,7 @@ from jobs.launch.launchers import command
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.slurm.jobs import SQUEUE, query_jobs
-from jobs.slurm.limits import TryLaterError, check_limits
+from jobs.slurm.limits import TryLaterError, check_limits, check_submission
 from jobs.slurm.resources import JobSpec, job_spec
 
 
@@ -40,6 +40,7 @@ def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> tuple[str, l
     folder = RunFolder.of(spec)
     script = executor(spec, job, folder).script()
     need_sbatch(job)
+    check_submission(spec.cluster)
     release_folder(folder)
     plan = cache(partial(plan_run, spec))
     checks = passed(preflight(spec, job, script, plan))

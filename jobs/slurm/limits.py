@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -55,26 +56,50 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
         text = f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}"
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
+    hours = job.nodes * job.minutes / 60
+    if limit is not None and limit.node_hours is not None and hours > limit.node_hours:
+        text = f"times {job.nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most {limit.node_hours:g}"
+        raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
+
+
+def check_submission(cluster: ClusterConfig) -> None:
+    """Raise ConfigError if a job lacks what its site wants, and what a script may be shown without."""
+    if cluster.account_required and cluster.account is None and not os.environ.get("SBATCH_ACCOUNT"):
+        text = f"cluster {cluster.name} takes no job without an account"
+        raise ConfigError("cluster.account", "null", text, "give the one that your project is charged to")
+    is_bare = str(cluster.sbatch.get("export", "")).upper() == "NONE" and not (cluster.modules or cluster.setup)
+    if is_bare and cluster.container_image is None:
+        text = f"cluster {cluster.name} passes no environment on to jobs (cluster.sbatch.export=NONE)"
+        raise ConfigError("cluster.modules", "[]", text, "name those of the MPI and the CUDA that you use")
 
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
     """Raise TryLaterError if as many jobs of this user are queued as the preset allows, by squeue if it answers."""
-    limit = queue_limit(spec.cluster, job.nodes)
-    if limit is None or limit.queued_jobs is None:
-        return
-    queued = num_queued(limit.partition, limit.qos)
-    if queued is not None and queued >= limit.queued_jobs:
+    limits = [queue_limit(spec.cluster, job.nodes), *(row for row in _rows(spec.cluster) if not row.is_of_size)]
+    for limit in limits:
+        if limit is None or limit.queued_jobs is None:
+            continue
+        queued = num_queued(limit.partition, limit.qos)
+        if queued is None or queued < limit.queued_jobs:
+            continue
         text = f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of {_scope(limit)}"
         raise TryLaterError("cluster", spec.cluster.name, text, f"wait for one to end; {IF_CHANGED}")
+
+
+def _rows(cluster: ClusterConfig) -> list[QueueLimit]:
+    """Return the preset's rows for the partition and qos of a run."""
+    qos = cluster.sbatch.get("qos")
+    return [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
 
 
 def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
     """Return the preset's first limit for a job on so many nodes; None if it has none for the partition and qos.
 
-    Raises ConfigError if there are limits for the partition and qos, and none allows so many nodes.
+    Rows that only count queued jobs are for jobs of any size. Raises ConfigError if there are limits for the partition
+    and qos, and none allows so many nodes.
     """
-    qos = cluster.sbatch.get("qos")
-    rows = [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
+    rows = _rows(cluster)
+    rows = [row for row in rows if row.is_of_size] or rows
     for row in rows:
         if row.min_nodes <= nodes and (row.max_nodes is None or nodes <= row.max_nodes):
             return row

@@ -48,7 +48,7 @@ def check(cluster: ClusterConfig) -> None:
         ({"usable_cpus_per_node": 0}, r"^cluster\.usable_cpus_per_node=0: must be 1 or more"),
         ({"node_memory_bytes": 0}, r"^cluster\.node_memory_bytes=0: must be 1 or more"),
         ({"container": "docker"},
-        r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis; .*; did you mean "),
+        r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis, .*, uenv; .*; did you mean "),
         ({"container_image": "a.sif"},
         r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container"),
         ({"container": "pyxis", "container_image": "a", "launcher": "ibrun"},

@@ -18,6 +18,7 @@
 
 # setup
 module load cpe craype-accel-amd-gfx90a cray-mpich || exit 2
+export MIOPEN_USER_DB_PATH=/tmp/miopen-$USER-$SLURM_JOB_ID MIOPEN_CUSTOM_CACHE_DIR=/tmp/miopen-$USER-$SLURM_JOB_ID
 export SRUN_CPUS_PER_TASK=8
 
 # command

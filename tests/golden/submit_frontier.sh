@@ -16,6 +16,7 @@
 
 # setup
 module load PrgEnv-gnu craype-accel-amd-gfx90a rocm cray-mpich || exit 2
+export MIOPEN_USER_DB_PATH=/tmp/miopen-$USER-$SLURM_JOB_ID MIOPEN_CUSTOM_CACHE_DIR=/tmp/miopen-$USER-$SLURM_JOB_ID
 export SRUN_CPUS_PER_TASK=7
 export MPICH_GPU_SUPPORT_ENABLED=1
 export MPICH_SMP_SINGLE_COPY_MODE=NONE

@@ -16,7 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.cli.submit import submit
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_queue, queue_limit
+from jobs.slurm.limits import check_limits, check_queue, check_submission, queue_limit
 from jobs.slurm.resources import job_spec
 
 LIMITS = [
@@ -107,6 +107,30 @@ def test_a_run_that_is_no_job_has_no_limits(resolved: Callable[..., RunSpec]) ->
         check(replace(spec, cluster=replace(spec.cluster, limits=[QueueLimit(minutes=1)])))
 
 
+def test_too_many_node_hours(resolved: Callable[..., RunSpec]) -> None:
+    limits = [QueueLimit("normal", max_nodes=2, minutes=90, node_hours=1.5)]
+    for nodes, minutes in ((1, 90), (2, 45)):
+        check(on(resolved, limits=limits, minutes=minutes, nodes=nodes))
+    with pytest.raises(ConfigError, match=r"^cluster\.minutes=46: times 2 nodes is 1\.53\d+ node-hours, .* 1\.5; "):
+        check(on(resolved, limits=limits, minutes=46, nodes=2))
+
+
+def test_what_a_site_wants_of_a_submission(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    check_submission(on(resolved).cluster)
+    strict = on(resolved, account_required=True).cluster
+    with pytest.raises(ConfigError, match=r"^cluster\.account=null: cluster slurm takes no job without an acc"):
+        check_submission(strict)
+    check_submission(replace(strict, account="a"))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "b")
+    check_submission(strict)
+    bare = on(resolved, sbatch={"export": "NONE"}).cluster
+    with pytest.raises(ConfigError, match=r"^cluster\.modules=\[\]: cluster slurm passes no environment on to jobs"):
+        check_submission(bare)
+    for more in ({"modules": ["a"]}, {"setup": ["b"]}, {"container": "apptainer", "container_image": "c"}):
+        check_submission(replace(bare, **more))
+
+
 @pytest.mark.parametrize("flags", [frozenset(), frozenset({"--dry-run"})])
 def test_nothing_is_prepared_of_what_is_refused(
     resolved: Callable[..., RunSpec], tmp_path: Path, flags: frozenset[str]
@@ -139,6 +163,18 @@ def test_a_full_queue(resolved: Callable[..., RunSpec], queue: Path) -> None:
         ConfigError, match=r"^cluster=slurm: 1 jobs are queued, and at most 1 are allowed of .* in qos debug; wait"
     ):
         check_queue(spec, job_spec(spec))
+
+
+def test_jobs_of_all_partitions_count_beside_those_of_one(resolved: Callable[..., RunSpec], queue: Path) -> None:
+    limits = [QueueLimit(queued_jobs=3), QueueLimit("normal", max_nodes=2, minutes=60, queued_jobs=9)]
+    spec = on(resolved, limits=limits)
+    (queue / "jobs").write_text("1\n2\n")
+    check_queue(spec, job_spec(spec))
+    (queue / "jobs").write_text("1\n2\n3\n")
+    with pytest.raises(ConfigError, match=r"3 jobs are queued, and at most 3 are allowed of 1 or more nodes; wait"):
+        check_queue(spec, job_spec(spec))
+    with pytest.raises(ConfigError, match=r"^cluster\.nodes=3: cluster slurm allows jobs of 1-2 nodes"):
+        queue_limit(spec.cluster, 3)
 
 
 def test_a_queue_without_a_limit_is_not_asked(resolved: Callable[..., RunSpec], queue: Path) -> None:

@@ -169,6 +169,21 @@ def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]
     assert command(job_spec(spec), FOLDER) == command(job_spec(on(resolved)), FOLDER)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("shifter", ["shifter", "--image=site/image:1", "--module=gpu"]),
+        ("podman-hpc", ["podman-hpc", "run", "--rm", "--env-host", "--volume=/runs/it's mine:/runs/it's mine",
+        "--workdir=/runs/it's mine", "--module=gpu", "site/image:1"]),
+        ("uenv", ["--uenv=site/image:1", "--module=gpu"]),  # options of srun
+    ],
+)  # fmt: skip
+def test_containers_of_single_sites(resolved: Callable[..., RunSpec], runtime: str, words: list[str]) -> None:
+    image = {"container": runtime, "container_image": "site/image:1", "container_options": ["--module=gpu"]}
+    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    assert argv[argv.index("--gpu-bind=none") + 1 :] == [*words, "python3", *IN_JOB]
+
+
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 @pytest.mark.parametrize("path", ["/runs/a:b", "/runs/a,b"])
 def test_a_path_that_a_container_would_take_apart(resolved: Callable[..., RunSpec], runtime: str, path: str) -> None:
