@@ -95,6 +95,8 @@ def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     bubble, efficiency = metrics.bubble_measured, metrics.efficiency
     if bubble is not None and efficiency is not None and abs(1.0 - bubble - efficiency) >= 1e-6:
         rows.append((f"efficiency without recomputation, {source} [%]", percent(efficiency)))
+    if metrics.joules_per_image is not None:
+        rows.append(("energy of the GPUs [J/image]", number(metrics.joules_per_image)))
     with contextlib.suppress(ConfigError):  # the trace lacks what the attribution needs
         rows.append(("lost most to [% of the step]", largest_line(attribute(trace))))
     return rows

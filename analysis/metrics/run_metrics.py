@@ -37,6 +37,8 @@ class Metrics:
             the ledger's when an action ended.
         peak_rss_bytes: most resident memory of the process, from samples.
         peak_driver_bytes: most device memory in use as the driver reports it, from samples.
+        joules_per_image: energy of the ranks' GPUs in the counted steps over their images, by samples of their power;
+            None unless all ranks have some.
     """
 
     num_steps: int
@@ -57,6 +59,7 @@ class Metrics:
     peak_device_bytes: tuple[int | None, ...]
     peak_rss_bytes: tuple[int | None, ...]
     peak_driver_bytes: tuple[int | None, ...]
+    joules_per_image: float | None
     loss_first: float | None
     loss_last: float | None
 
@@ -71,13 +74,14 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     steps = np.sort(trace.steps, order="step")
     is_counted = steps["is_warmup"] == 0
     counted, step_s = steps[is_counted], step_times_s(steps)[is_counted]
-    num_images, time_s = int(counted["images"].sum()), None
+    num_images, time_s, energy_j = int(counted["images"].sum()), None, None
     median = p95 = None
     losses: list[float | None] = [None, None]
     if len(counted):
         ends = np.flatnonzero(np.diff(counted["attempt"], append=-1))  # of the attempts: no time passes between them
         starts = np.concatenate([[0], ends[:-1] + 1])
         time_s = float((counted["end_ns"][ends] - counted["start_ns"][starts]).sum()) * NS
+        energy_j = _energy_j(trace, counted["start_ns"][starts], counted["end_ns"][ends])
         median, p95 = median_interval(step_s), percentile(step_s, 95)
         losses = [None if np.isnan(loss) else float(loss) for loss in counted["loss"][[0, -1]]]
     events = trace.events[np.isin(trace.events["step"], counted["step"])]
@@ -102,6 +106,7 @@ def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
         peak_device_bytes=_device_peaks(trace),
         peak_rss_bytes=_peaks(trace.samples, "rss_bytes", trace.world_size),
         peak_driver_bytes=_peaks(trace.samples, "device_bytes", trace.world_size),
+        joules_per_image=energy_j / num_images if energy_j is not None and num_images else None,
         loss_first=losses[0],
         loss_last=losses[1],
     )
@@ -117,6 +122,22 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
     begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
     times: np.ndarray = (steps["end_ns"] - begin) * NS
     return times
+
+
+def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float | None:
+    """Return the energy of all GPUs between times, by the trapezoidal rule over samples of power; None if unknown."""
+    known = trace.samples[np.isfinite(trace.samples["power_w"])]
+    total_j = 0.0
+    for rank in range(trace.world_size):
+        mine = np.sort(known[known["rank"] == rank], order="t_ns")
+        if len(mine) < 2:
+            return None
+        for start_ns, end_ns in zip(starts_ns, ends_ns, strict=True):
+            inside = mine["t_ns"][(mine["t_ns"] > start_ns) & (mine["t_ns"] < end_ns)]
+            at_ns = np.concatenate([[start_ns], inside, [end_ns]])
+            power_w = np.interp(at_ns, mine["t_ns"], mine["power_w"])
+            total_j += float(((power_w[1:] + power_w[:-1]) / 2 * np.diff(at_ns)).sum()) * NS
+    return total_j
 
 
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:

@@ -39,6 +39,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
         Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
         Figure("bubble", _percent(metrics.bubble_measured), f"by formula {_percent(metrics.bubble_formula)}"),
         *_peaks(metrics),
+        Figure("energy", _joules(metrics), "of the GPUs, by samples of their power"),
     ]
     if metrics.loss_first is not None and metrics.loss_last is not None:
         found.append(Figure("training loss", f"{metrics.loss_last:.4g}", f"first {metrics.loss_first:.4g}"))
@@ -58,8 +59,13 @@ def overview_row(metrics: Metrics) -> dict[str, Cell]:
         "efficiency [%]": _scaled(metrics.efficiency, 100),
         "bubble [%]": _scaled(metrics.bubble_measured, 100),
         "peak on a device [MiB]": max(peaks) / MIB if peaks else None,
+        "energy [J/image]": metrics.joules_per_image,
         "last loss": metrics.loss_last,
     }
+
+
+def _joules(metrics: Metrics) -> str:
+    return UNKNOWN if metrics.joules_per_image is None else f"{number(metrics.joules_per_image)} J/image"
 
 
 def _step_time(metrics: Metrics) -> Figure:

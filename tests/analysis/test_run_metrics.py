@@ -201,6 +201,18 @@ def test_peaks_take_each_rank_and_every_source(simulate: Callable[..., Trace]) -
     assert metrics.peak_driver_bytes == (900, None, None, None)
 
 
+def test_energy_is_that_of_the_counted_steps(simulate: Callable[..., Trace]) -> None:
+    """Power rises by 1 W a second on rank 0 and stays at 100 W on rank 1, sampled beside the steps' ends."""
+    second = 1_000 * MS
+    trace = by_hand([(0, 0, 2 * second, 4, 1.0, 1), (1, 2 * second, 4 * second, 4, 1.0, 0)])
+    times = [number * second - second // 2 for number in range(8)]
+    rows = [(0, t, -1, 1, 200 + t / second, 0.5) for t in times] + [(1, t, -1, 1, 100.0, 0.5) for t in times]
+    trace.samples = np.array([*rows, (1, second, -1, 1, np.nan, 0.5)], DTYPES["samples"])
+    assert run_metrics(trace).joules_per_image == pytest.approx((2 * (200 + 3) + 2 * 100) / 4)
+    trace.samples = np.array(rows[: len(times)], DTYPES["samples"])
+    assert run_metrics(trace).joules_per_image is None, "of one rank nothing is known"
+
+
 def test_a_killed_run_is_summarised_up_to_the_last_whole_step(
     tmp_path: Path, write_parts: Callable[..., Trace]
 ) -> None:
