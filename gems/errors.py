@@ -32,6 +32,10 @@ class ConfigError(GemsError):
         return type(self), (self.key, self.value, self.allowed, self.advice)
 
 
+class TryLaterError(ConfigError):
+    """A run that would be taken later: the queue is full, SLURM cannot be reached, or the run folder is in use."""
+
+
 class DoesNotFitError(GemsError):
     """More memory is needed than there is.
 

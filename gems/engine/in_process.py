@@ -15,6 +15,7 @@ from gems.engine.supervision.failure import FLUSH_S, abort_all_ranks, ensure_exi
 from gems.engine.supervision.stop_request import StopListener
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
+from gems.runs.owner import hold, release
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from gems.utils.given import target_of
@@ -75,7 +76,7 @@ def train(
     mine: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
-            mine = prepare(spec)
+            mine = prepare(spec, own=hold)
             mine.write_status("running", host=os.uname().nodename, pid=os.getpid())
         except GemsError as error:
             mine = error
@@ -89,12 +90,14 @@ def train(
     except BaseException as error:
         if comm.rank == 0:
             found.write_status("failed", cause=f"{type(error).__name__}: {error}")
+            release(found)
         if comm.size == 1:
             raise
         ensure_exit()
         abort_all_ranks(report_failure(found, comm.rank, error), FLUSH_S)
     if comm.rank == 0:
         found.write_status("finished", exit_code=0)
+        release(found)
     comm.Barrier()
     known = {field.name for field in fields(TrainResult)}
     values: dict[str, Any] = {key: value for key, value in read_json(found.result_json).items() if key in known}

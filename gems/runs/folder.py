@@ -25,7 +25,7 @@ from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json",
+    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")

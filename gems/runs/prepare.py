@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import yaml
 
@@ -16,20 +15,27 @@ from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
+from gems.runs.owner import check_free
 from gems.runs.provenance import write_bundle
 from gems.runs.run_plan import RunPlan, plan_run, predict_peaks, with_strips_chosen
 from gems.utils.atomic_io import atomic_write, write_json
 
 
-def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = True) -> RunFolder:
+def prepare(
+    spec: RunSpec,
+    plan: RunPlan | None = None,
+    needs_labels: bool = True,
+    own: Callable[[RunFolder], object] = check_free,
+) -> RunFolder:
     """Make the folder of a resolved run and write what its ranks read: configuration, schedule, partition, memory plan.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
-    attempts/<number>/, so nothing recorded is lost.
+    attempts/<number>/, so nothing recorded is lost. `own` is called before anything is written: it makes the caller the
+    owner of the folder, or checks that nobody is.
 
     Raises:
-        ConfigError: no permission, another configuration in the folder, a run that is still going on there, a
-            schedule that cannot be made or does not suit the model, or data that cannot be read or have no labels.
+        ConfigError: no permission, another configuration in the folder, another owner of it, a schedule that cannot
+            be made or does not suit the model, or data that cannot be read or have no labels.
     """
     if needs_labels and not find_source(spec.data).labelled:
         raise ConfigError("data", spec.data.name, "has no labels", "predict it: gems predict RUN --input FILES")
@@ -45,9 +51,11 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = Tru
     if spec.machine.kind == "real":
         inspect_data(spec.data, spec.seed)
     try:
+        if folder.run_yaml.exists():
+            _check_configuration(folder, spec)
+        own(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
-            _check_free(folder, spec)
             folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
         with atomic_write(folder.run_yaml) as partial:
             partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
@@ -74,22 +82,10 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None, needs_labels: bool = Tru
     return folder
 
 
-def _check_free(folder: RunFolder, spec: RunSpec) -> None:
-    """Check that a folder holds this configuration, and no run that is still going on."""
-    status, held = folder.read_status(), run_id(folder.read_spec())
-    state, pid = status.get("state"), status.get("pid")
+def _check_configuration(folder: RunFolder, spec: RunSpec) -> None:
+    held = run_id(folder.read_spec())
     if held != run_id(spec):
         raise ConfigError(
             "run folder", folder.path, f"holds another configuration ({held}, not {run_id(spec)})",
             "choose another name= or runs_dir=, or move that folder away",
         )  # fmt: skip
-    if state in ("submitted", "requeued"):
-        raise ConfigError(
-            "run folder", folder.path, f"is that of job {status.get('job_id')}, which has not ended",
-            "cancel it, or change name=",
-        )  # fmt: skip
-    is_alive = isinstance(pid, int) and pid != os.getpid() and Path(f"/proc/{pid}").exists()
-    if state == "running" and status.get("host") == os.uname().nodename and is_alive:
-        raise ConfigError(
-            "run folder", folder.path, f"a run goes on there (process {pid})", "wait for it, or change name="
-        )

@@ -21,7 +21,7 @@ from gems.utils.stdio import report
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
-from jobs.status.run_status import format_start, read_status, run_statuses
+from jobs.status.run_status import UNFINISHED, format_start, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
@@ -82,7 +82,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
 def find_log(folder: RunFolder) -> Path:
     """Return the log of a run's ranks, or the newest of its batch script's if they never started."""
     log = folder.logs / "ranks.log"
-    if read_status(folder).get("state") in ("prepared", "submitted", "requeued", "running"):
+    if read_status(folder).get("state") in ("prepared", *UNFINISHED):
         return log
     return next(iter(log_paths(folder)), log)
 
@@ -165,7 +165,7 @@ class _Watch:
             self._query(folder)
         state = self._seen.state
         news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note has seconds
-        if state in ("pending", "stalled", "submitted", "requeued") and news != self._reported:
+        if state in ("pending", "stalled", "submitting", "submitted", "requeued") and news != self._reported:
             report("jobs", self.line())
         self._reported = news
         return not self._seen.is_active and state != "prepared"

@@ -19,12 +19,12 @@ from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
-from jobs.preflight.cost import YES
+from jobs.preflight.cost import FORCE, YES
 from jobs.slurm.resources import job_spec
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
 
-FORCE, OLD_FORCE = "--force", "--again"  # the old one until the next release
+OLD_FORCE = "--again"  # the old one until the next release
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 # Keys that leave the results of a run as they are, or only make it longer.
 CLUSTER = "cluster."
@@ -75,7 +75,7 @@ def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> 
     record_diagnosis(diagnosis)
     try:
         spec, notes = _changed_spec(folder, overrides)
-        code = start_run(spec)
+        code = start_run(spec, force=FORCE in options.flags)
     except GemsError as error:
         return _result(folder, "refused", str(error), error.exit_code)
     made = RunFolder.of(spec)

@@ -11,6 +11,7 @@ from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.runs.owner import release, take
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
@@ -18,17 +19,21 @@ from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import collect as collect_run
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
-from jobs.launch.submission import prepare_here, release_folder, submit_run
+from jobs.launch.own_job import own_job_id
+from jobs.launch.submission import prepare_here, submit_run
 from jobs.preflight.checks import is_on_site, passed, preflight, show
-from jobs.preflight.cost import DRY_RUN, YES
+from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import JobSpec, job_spec
+from jobs.status.ownership import is_gone
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:
     """Prepare the run folder and print its path, for those who start the ranks themselves."""
-    release_folder(RunFolder.of(spec))
-    folder = prepare(spec)
+    job_id = own_job_id()
+    folder = prepare(spec, own=partial(take, verify=is_gone(), job_id=job_id))
+    if job_id is None:  # a batch script of one's own has the folder until the end of its job
+        release(folder)
     if options.json:
         print_json({"run_folder": str(folder.path)})
     else:
@@ -53,8 +58,9 @@ def submit(spec: RunSpec, options: Options) -> int:
     """Run here and return the exit code, or submit to SLURM and return 0, or 1 if the user does not confirm the cost.
 
     A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the
-    terminal or by --yes. With --dry-run nothing starts and no folder is made: the batch script (here: the launcher's
-    command line) goes to stdout as it would be used, the resources and the preflight to stderr.
+    terminal or by --yes. With --force a folder's owner is taken for gone if nobody can tell. With --dry-run nothing
+    starts and no folder is made: the batch script (here: the launcher's command line) goes to stdout as it would be
+    used, the resources and the preflight to stderr.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm.
@@ -67,7 +73,7 @@ def submit(spec: RunSpec, options: Options) -> int:
         return 0
     if job.is_batch:
         return _submit_to_slurm(spec, job, options)
-    folder = prepare_here(spec, job)
+    folder = prepare_here(spec, job, force=FORCE in options.flags)
     code = launch(folder, spec, table_on_stderr=options.json)
     if options.json:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
@@ -99,7 +105,7 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
 
 
 def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
-    submitted = submit_run(spec, job, assume_yes=YES in options.flags)
+    submitted = submit_run(spec, job, assume_yes=YES in options.flags, force=FORCE in options.flags)
     if submitted is None:
         return 1
     (job_id, checks), folder = submitted, RunFolder.of(spec)

@@ -32,7 +32,7 @@ MAX_EVIDENCE = 12
 STATE_CAUSES = {
     "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
     "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
-    **dict.fromkeys(("requeued", "prepared", "submitted", "pending", "starting"), FailureCause.WAITING),
+    **dict.fromkeys(("requeued", "prepared", "submitting", "submitted", "pending", "starting"), FailureCause.WAITING),
 }  # fmt: skip
 # The causes of findings without a time, the most specific first. The scheduler's orders come last among what is
 # certain: a run that hangs after its failure is ended by its time limit.

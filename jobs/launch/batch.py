@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
-from gems.errors import SIGNAL_BASE, GemsError
+from gems.errors import SIGNAL_BASE, GemsError, TryLaterError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
+from gems.runs.owner import Owner, read_owner, take
+from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from jobs.launch.launch import StopRequest, launch
-from jobs.launch.own_job import own_job_id, successor
+from jobs.launch.own_job import own_job_id
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -23,10 +28,15 @@ STOPPED = ("stopped", "requeued")  # the job is to end, not one run alone
 class BatchJob:
     """Launches prepared runs, one after another; a run that fails does not end the others.
 
-    submitit pickles it by name, so it needs this package and nothing else.
+    submitit pickles it by name, so it needs this package and nothing else. `token` is that of its submission.
     """
 
     run_folders: tuple[str, ...]
+    token: str = ""
+
+    def with_token(self, token: str) -> Self:
+        """Return the same work for the submission of this token."""
+        return replace(self, token=token)
 
     def __call__(self) -> None:
         """Run the job; one of several runs is skipped after a requeue if it has finished.
@@ -41,7 +51,7 @@ class BatchJob:
             if status.get("state") == "finished" and status.get("job_id") == own_job_id():
                 continue
             with StopRequest() as request:  # from here on: submitit's own handler of SIGUSR2 would end the job
-                code = run_prepared(folder, request)
+                code = run_prepared(folder, request, self.token)
             worst = max(worst, code)
             if code > SIGNAL_BASE or folder.read_status().get("state") in STOPPED:
                 break
@@ -49,12 +59,15 @@ class BatchJob:
             raise SystemExit(worst)
 
 
-def run_prepared(folder: RunFolder, request: StopRequest) -> int:
-    """Launch a prepared run in its job and return the exit code, unless another job has taken it over."""
-    if (other := successor(folder)) is not None:
-        report("jobs", f"the run continues as job {other}; this one leaves it alone")
+def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
+    """Launch a prepared run in its job and return the exit code, unless the folder has a later owner."""
+    if (other := _other_owner(folder, token)) is None:
+        wait_for_submission(folder)
+        other = claim(folder, token)
+    if other is not None:
+        job = f"job {other.job_id}" if other.job_id is not None else f"process {other.pid} on {other.host}"
+        report("jobs", f"the folder belongs to {job} now; this job leaves it alone")
         return 0
-    wait_for_submission(folder)
     try:
         work = BatchJob((str(folder.path),))
         return launch(folder, folder.read_spec(), echo=False, request=request, work=work)
@@ -73,3 +86,29 @@ def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -
     deadline_s = time.monotonic() + limit_s
     while folder.read_status().get("job_id") != own_job_id() and time.monotonic() < deadline_s:
         pause.wait(POLL_S)
+
+
+def _other_owner(folder: RunFolder, token: str) -> Owner | None:
+    """Return the owner of a folder unless it is this job or its submission."""
+    owner, own = read_owner(folder), own_job_id()
+    if owner is None or owner.is_mine or (own is not None and owner.job_id == own):
+        return None
+    return owner if not token or owner.token != token else None
+
+
+def claim(folder: RunFolder, token: str) -> Owner | None:
+    """Make this job's process the owner, or return the owner that was faster.
+
+    A job that starts again after it has given the folder back takes it like anybody else: it may have gone to another.
+    """
+    owner = read_owner(folder)
+    if (other := _other_owner(folder, token)) is not None:
+        return other
+    if owner is not None and owner.token and not owner.is_released:
+        pid = os.getpid()
+        where = {"host": os.uname().nodename, "pid": pid, "pid_started": start_time(pid)}
+        owner.update(folder, job_id=own_job_id(), **where)
+    else:
+        with contextlib.suppress(TryLaterError):
+            take(folder, token=token, job_id=own_job_id())
+    return _other_owner(folder, token)

@@ -21,6 +21,7 @@ from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ran
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
+from gems.runs.owner import hold, release
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
@@ -30,6 +31,7 @@ from jobs.diagnosis.root_cause import RANK_CODES, find_failure, has_failed_rank,
 from jobs.launch import own_job
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
+from jobs.launch.transaction import Work
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, job_spec
 from jobs.status.run_status import read_or_empty
 
@@ -84,32 +86,35 @@ def launch(
     table_on_stderr: bool = False,
     is_quiet: bool = False,
     request: StopRequest | None = None,
-    work: Callable[[], None] | None = None,
+    work: Work | None = None,
 ) -> int:
     """Run all ranks of a prepared run and return the run's exit code.
 
     A failed run is reported in one line, recorded in status.json, and its traces are collected as far as they go.
     With `echo` the ranks' output goes to stderr too, beside logs/ranks.log; `is_quiet` writes the closing table to
     logs/, and neither table nor pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and
-    stop; `work` is what a new job calls if SLURM refuses to requeue this one.
+    stop; `work` is what a new job calls if SLURM refuses to requeue this one. This process, or its job, owns the folder
+    until the end.
 
     Raises:
-        ConfigError: the launcher is missing.
+        ConfigError: the launcher is missing, or the folder has another owner.
         KeyboardInterrupt: after the ranks have ended.
     """
     job = job_spec(spec)
-    argv = command(job, folder)
-    environment = _environment(job, spec, echo)
-    pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
-    facts: dict[str, Any] = {
-        "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
-        "command": argv, "started_utc": now_utc(),
-        **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
-        **({"requeue_count": requeues} if requeues else {}),
-    }  # fmt: skip
-    folder.write_status("running", **facts)
-    output = LauncherOutput()
     with contextlib.ExitStack() as stack:
+        stack.callback(_give_back, folder)
+        argv = command(job, folder)
+        environment = _environment(job, spec, echo)
+        hold(folder)
+        pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
+        facts: dict[str, Any] = {
+            "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
+            "command": argv, "started_utc": now_utc(),
+            **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
+            **({"requeue_count": requeues} if requeues else {}),
+        }  # fmt: skip
+        folder.write_status("running", **facts)
+        output = LauncherOutput()
         stop_request = request or stack.enter_context(StopRequest())
         try:
             # SLURM may have requeued the job
@@ -149,6 +154,13 @@ def launch(
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
         return _record_failure(folder, job, facts, output, ended, collect_traces)
+
+
+def _give_back(folder: RunFolder) -> None:
+    """Release the folder unless this job is to start again."""
+    with contextlib.suppress(OSError):  # the folder is gone
+        if read_or_empty(folder.status_json).get("state") != "requeued":
+            release(folder)
 
 
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:

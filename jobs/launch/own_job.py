@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +16,13 @@ from gems.errors import SIGNAL_BASE, ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
+from gems.runs.owner import verify_gone
 from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.root_cause import Failure
+from jobs.launch.transaction import Ownership, Work, submit_owned
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm.command import run_slurm
 from jobs.slurm.resources import JobSpec
@@ -197,13 +199,13 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
 
 def requeue_run(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], why: str, step: int | None,
-    work: Callable[[], None] | None,
+    work: Work | None,
 ) -> str | None:  # fmt: skip
     """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses; return the error.
 
     requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it may end this process
-    at once, and ends the command that asked before that has its answer. A new job waits until status.json has its
-    number, so the two never run at once.
+    at once, and ends the command that asked before that has its answer. A new job owns the folder from then on, and
+    waits until status.json has its number, so the two never run at once.
     """
     job_id = str(own_job_id())
     facts = facts | {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
@@ -211,30 +213,22 @@ def requeue_run(
     error = run_slurm(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
     if error is None or kill_reason() == slurm_jobs.REQUEUED:
         return None
-    from jobs.slurm.executor import submit_job
-
     try:
         if work is None:
             raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
-        new_id = submit_job(spec, job, folder, work)
+        with Ownership(verify_gone) as ownership:
+            ownership.take(folder)
+            new_id = submit_owned(spec, job, ownership, work, "requeued", facts)
     except (ConfigError, OSError) as refusal:
         write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
         return f"no requeue, {error}; {refusal}"
-    folder.write_status("requeued", **facts | {"job_id": new_id})
     report("jobs", f"no requeue, {error}; the run continues as job {new_id}")
     return None
 
 
-def successor(folder: RunFolder) -> str | None:
-    """Return the ID of the job that has taken over this run, or None."""
-    own, recorded = own_job_id(), folder.read_status().get("job_id")
-    are_known = all(map(slurm_jobs.is_job_number, (own, recorded)))
-    return str(recorded) if num_restarts() and are_known and int(str(recorded)) > int(str(own)) else None
-
-
 def end_saved_run(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], stopped: dict[str, Any], is_killed: bool,
-    work: Callable[[], None] | None,
+    work: Work | None,
 ) -> str:  # fmt: skip
     """Requeue the job of a saved run if SLURM made it stop; write status.json, report it and return the state.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gems.errors import ConfigError
 from jobs.slurm.resources import JobSpec
 
-DRY_RUN, YES = "--dry-run", "--yes"
+DRY_RUN, YES, FORCE = "--dry-run", "--yes", "--force"
 KEY = "cluster.confirm_above_gpu_hours"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gems.launch.local_launcher import without_leftovers
@@ -56,11 +56,17 @@ class CommandResult:
         return self.stdout + self.stderr
 
 
-def run_slurm(argv: Sequence[str], stdin: str = "", limit_s: float | None = None) -> CommandResult:
-    """Run one of SLURM's commands, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing."""
+def run_slurm(
+    argv: Sequence[str], stdin: str = "", limit_s: float | None = None, environment: Mapping[str, str] | None = None
+) -> CommandResult:
+    """Run one of SLURM's commands, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing.
+
+    `environment` is that of a query, with which messages are English, unless it is given.
+    """
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
-    kept = without_leftovers(os.environ).items()
-    environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {"LC_ALL": "C"}
+    if environment is None:
+        kept = without_leftovers(os.environ).items()
+        environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {"LC_ALL": "C"}
     try:
         ended = subprocess.run(
             list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace", timeout=limit_s
@@ -73,6 +79,8 @@ def run_slurm(argv: Sequence[str], stdin: str = "", limit_s: float | None = None
         return CommandResult(error=SlurmUnavailableError(argv[0], f"cannot be run ({error.strerror})"))
     if ended.returncode == 0:
         return CommandResult(ended.stdout, ended.stderr)
+    if ended.returncode < 0:
+        return CommandResult(error=SlurmUnavailableError(argv[0], f"was ended by signal {-ended.returncode}"))
     reason = " ".join((ended.stderr or ended.stdout).split()) or f"exit code {ended.returncode}"
     kind = SlurmUnavailableError if any(text in reason for text in UNREACHABLE) else SlurmRefusedError
     return CommandResult(ended.stdout, ended.stderr, kind(argv[0], reason, is_own_message=True))

@@ -11,7 +11,6 @@ The only module that imports submitit; it is imported when it is needed.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -21,14 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError
+from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
+from jobs.slurm.command import SlurmError, SlurmRefusedError, run_slurm
+from jobs.slurm.jobs import find_submitted, pickle_path, script_path
 from jobs.slurm.limits import refusal
 from jobs.slurm.resources import JobSpec
 
@@ -39,6 +40,9 @@ OWN_KEYS = {
     "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "name",
     "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
 }  # fmt: skip
+SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
+# Errors after which SLURM may have the job, as opposed to those of a connection that never came about.
+UNCLEAR = ("did not answer within", "was ended by signal", "Socket timed out", "Zero Bytes were transmitted")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -98,29 +102,58 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
     return made
 
 
-def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None]) -> str:
+class UnclearSubmissionError(TryLaterError):
+    """Nobody can tell whether SLURM has taken a job."""
+
+
+def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None], token: str) -> str:
     """Submit a prepared run and return the job's number; `work` is what the batch script calls.
 
+    The names of the script and of the pickled `work` hold the token, until `name_submission`.
+
     Raises:
-        TryLaterError: the queue takes no more jobs now.
+        UnclearSubmissionError: sbatch did not say whether SLURM has the job, and squeue does not either.
+        TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
         ConfigError: sbatch refuses it.
     """
-    before = set(folder.logs.iterdir())
     made = executor(spec, job, folder)
+    script, pickle = script_path(folder.logs, token), pickle_path(folder.logs, token)
     folder.job_sh.write_text(made.script())
-    stderr = io.StringIO()
+    script.write_text(made.script())
+    delayed = DelayedSubmission(work)
+    delayed.set_timeout(job.minutes, made.max_num_timeout)
+    delayed.dump(pickle)
     try:
-        with without_enclosing_job(), contextlib.redirect_stderr(stderr):
-            job_id = str(made.submit(work).job_id)
-    except (FailedJobError, FailedSubmissionError) as error:
-        for path in set(folder.logs.iterdir()) - before:
-            path.unlink()
-        raise refusal(spec.cluster.name, " ".join((str(error) or stderr.getvalue()).split())) from error
+        job_id = _call_sbatch(spec.cluster.name, script, token)
+    except UnclearSubmissionError:
+        raise
+    except ConfigError:
+        script.unlink()
+        pickle.unlink()
+        raise
     if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
         early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
         short = f"cluster.minutes={job.minutes} is too short to save {early}"
         report("jobs", f"{short}: the run is killed at its time limit")
     return job_id
+
+
+def _call_sbatch(cluster: str, script: Path, token: str) -> str:
+    result = run_slurm(["sbatch", str(script)], limit_s=SUBMIT_LIMIT_S, environment=without_leftovers(os.environ))
+    number = re.search(r"job ([0-9]+)", result.stdout)
+    if result.error is None and number is not None:
+        return number[1]
+    if isinstance(result.error, SlurmRefusedError):
+        raise refusal(cluster, result.error.reason) from result.error
+    if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
+        text = f"SLURM cannot be reached, and nothing is submitted ({result.error})"
+        raise TryLaterError("cluster", cluster, text, "try again") from result.error
+    with contextlib.suppress(SlurmError):
+        if (found := find_submitted([token]).get(token)) is not None:
+            return found.job_id
+    what = result.error or f"sbatch printed {result.stdout[:80]!r}"
+    advice = "`jobs status` tells once SLURM answers; submit again then"
+    raise UnclearSubmissionError("cluster", cluster, f"nobody can tell whether SLURM has the job ({what})", advice)
 
 
 @contextlib.contextmanager

@@ -9,15 +9,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
-from jobs.slurm.command import run_slurm
+from jobs.slurm.command import SlurmUnavailableError, run_slurm
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
 ACTIVE = (
     *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
 )  # fmt: skip
+OVER = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+)  # fmt: skip
+LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
@@ -98,6 +104,67 @@ def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limi
     if result.error is not None and "Invalid job id" not in result.error.reason:
         return JobQuery(error=str(result.error))
     return JobQuery(read(result.lines))
+
+
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """A line of squeue's list: a job, its state, and the path of its batch script."""
+
+    job_id: str
+    state: str
+    command: str
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state in ACTIVE
+
+
+def list_jobs(chosen: str) -> list[ListedJob]:
+    """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
+
+    squeue prints its header even if there are no jobs, so that an empty or strange answer is none. Raises
+    SlurmUnavailableError or SlurmRefusedError if there is none.
+    """
+    result = run_slurm(["squeue", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
+    if result.error is not None:
+        if "Invalid job id" in result.error.reason:
+            return []
+        raise result.error
+    rows = [line.split("|", 2) for line in result.lines]
+    if not rows or [*map(str.strip, rows[0])] != [*LISTED.values()]:
+        raise SlurmUnavailableError("squeue", "printed no list of jobs")
+    for row in rows[1:]:
+        if len(row) != len(LISTED) or row[1].strip() not in (*ACTIVE, *OVER):
+            raise SlurmUnavailableError("squeue", f"printed {'|'.join(row)[:80]!r}, which is no job")
+    return [ListedJob(*map(str.strip, row)) for row in rows[1:]]
+
+
+def script_path(logs: Path, token: str) -> Path:
+    """Return the batch script of a submission; its name is the sign by which squeue finds the job."""
+    return logs / f".submission_file_{token}.sh"
+
+
+def pickle_path(logs: Path, token: str) -> Path:
+    """Return what the job of a submission calls, until the job has a number."""
+    return logs / f".submitted_{token}.pkl"
+
+
+def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
+    """Find the jobs of submissions among this user's, by one squeue; raises as `list_jobs`."""
+    found = list_jobs(f"--user={os.getuid()}")
+    named = ((token, job) for token in tokens for job in found if script_path(Path(), token).name in job.command)
+    return dict(named)
+
+
+def name_submission(logs: Path, token: str, job_id: str) -> None:
+    """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
+    script, pickle = script_path(logs, token), pickle_path(logs, token)
+    with contextlib.suppress(FileNotFoundError):
+        pickle.rename(logs / f"{job_id}_submitted.pkl")
+        if not script.is_symlink():
+            script.rename(logs / f"{job_id}_submission.sh")
+            script.symlink_to(logs / f"{job_id}_submission.sh")
 
 
 def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from gems.config.cluster import QueueLimit, num_bound
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError, nearest
+from gems.errors import ConfigError, TryLaterError, nearest
 from jobs.slurm.command import SlurmRefusedError, run_slurm
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import JobSpec
@@ -27,10 +27,6 @@ ESTIMATE = re.compile(
 QUEUE_FULL = re.compile(r"SubmitJob|temporarily unable to accept job")
 POLICY, NAMED_LIMIT = "Job violates accounting/QOS policy", re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
-
-
-class TryLaterError(ConfigError):
-    """A submission that would be taken once jobs have ended: the queue is full, or the run folder is in use."""
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:

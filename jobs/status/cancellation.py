@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from gems.cli.framework import print_json
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import run_name
+from gems.runs.owner import is_alive_here
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
 from jobs.slurm.jobs import cancel_jobs
 from jobs.status.lookup import Catalogue
-from jobs.status.run_status import UNFINISHED, RunStatus, is_alive_here, read_status, run_statuses
+from jobs.status.ownership import SUBMITTING
+from jobs.status.run_status import UNFINISHED, RunStatus, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by
 
 GRACE_S = 20.0  # a launching process gives its ranks some seconds, and then writes how they ended
@@ -91,6 +93,8 @@ def _refusal(run: RunStatus) -> str | None:
         return f"job {job_id} is called {run.job_name!r}: `scancel {job_id}` if you mean all of it"
     if "job_id" in status:
         return f"its job_id {status['job_id']!r} is no job's number"
+    if run.recorded_state == SUBMITTING:
+        return f"it is being submitted ({run.note}): try again"
     if run.recorded_state == "prepared":
         return "it was started by hand: end it there"
     if not is_alive_here(status):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,15 @@ from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
+from gems.runs.owner import is_alive_here
 from gems.utils.atomic_io import read_json
-from gems.utils.process_tree import is_alive
+from jobs.slurm.command import SlurmError
 from jobs.slurm.jobs import PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs
+from jobs.status.ownership import SUBMITTING, complete_submissions
 
 MISSING, UNREADABLE = "missing", "unreadable"
 WAITING = ("submitted", "requeued")
-UNFINISHED = (*WAITING, "running")  # states in status.json of a run that has not recorded its end
+UNFINISHED = (SUBMITTING, *WAITING, "running")  # states in status.json of a run that has not recorded its end
 ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
 FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
 STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed
@@ -107,9 +108,15 @@ class RunStatuses(NamedTuple):
 def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
     """Return the status of runs, by one squeue for all of them, and one sacct for the jobs that it does not know.
 
-    A folder whose job seems to have gone is read again: the run may have ended between the two reads.
+    A folder whose job seems to have gone is read again: the run may have ended between the two reads. Submissions that
+    were interrupted are completed first, by a squeue more.
     """
     read = [read_recorded(folder) for folder in folders]
+    doubt = None
+    if submitting := [index for index, run in enumerate(read) if run.state == SUBMITTING]:
+        doubt = _complete([read[index].folder for index in submitting])
+        for index in submitting:
+            read[index] = read_recorded(read[index].folder)
     job_ids = [run.job_id for run in read if run.may_be_queued and run.job_id]
     queue = query_jobs(job_ids, SQUEUE)
     accounting = query_jobs([number for number in job_ids if number not in queue.jobs], SACCT)
@@ -118,7 +125,27 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
         if run.recorded_state in UNFINISHED and (job is None or not job.is_active):
             read[index] = read_recorded(run.folder)
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
-    return RunStatuses(tuple(_judged(run, queue, accounting) for run in read), errors)
+    runs = (_submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting) for run in read)
+    return RunStatuses(tuple(runs), errors)
+
+
+def _complete(folders: Sequence[RunFolder]) -> str | None:
+    """Complete interrupted submissions, and return why it cannot be told whether SLURM has a job."""
+    try:
+        complete_submissions(folders)
+    except SlurmError as error:
+        return str(error)
+    return None
+
+
+def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
+    """Judge a run whose process wrote that it submits, and not yet which job."""
+    where, is_here = f"process {run.status.get('pid') or ''} on {run.status.get('host')}", is_alive_here(run.status)
+    if is_here or is_here is None:
+        return replace(run, source=PROCESS, is_guess=is_here is None, note=f"by {where}")
+    if doubt is not None:
+        return replace(run, is_guess=True, note=f"{where} has gone, and nobody can tell whether SLURM has the job")
+    return _gone(run, PROCESS, f"{where} ended before SLURM had the job")
 
 
 def read_recorded(folder: RunFolder) -> RunStatus:
@@ -162,16 +189,6 @@ def read_status(folder: RunFolder) -> Mapping[str, Any]:
         return folder.read_status()
     except (ConfigError, OSError) as error:
         return {"state": UNREADABLE, "cause": str(error)}
-
-
-def is_alive_here(record: Mapping[str, Any]) -> bool | None:
-    """Return whether the process that a file names by pid, start and host is alive; None on another host."""
-    if record.get("host") != os.uname().nodename:
-        return None
-    pid, started = record.get("pid"), record.get("pid_started")
-    if not isinstance(pid, int) or pid <= 0:
-        return False
-    return is_alive(pid, str(started)) if started else Path(f"/proc/{pid}").exists()
 
 
 def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:

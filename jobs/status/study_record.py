@@ -10,10 +10,11 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.folder import CANCELLED_JSON, RunFolder
+from gems.runs.owner import is_alive_here
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from gems.utils.units import now_utc
-from jobs.status.run_status import is_alive_here, read_or_empty
+from jobs.status.run_status import read_or_empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.errors import SIGNAL_BASE, ConfigError, GemsError, RankFailedError
-from gems.runs.prepare import prepare
+from gems.errors import SIGNAL_BASE, ConfigError, GemsError, RankFailedError, TryLaterError
 from gems.utils.stdio import report
-from jobs.launch.batch import BatchJob
-from jobs.launch.submission import release_folder, start_run
+from jobs.launch.submission import start_run, submit_together
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import TryLaterError, check_limits, check_queue, queue_limit
+from jobs.slurm.limits import check_limits, check_queue, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
@@ -201,20 +199,13 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
 
 def submit_pack(points: Sequence[Point]) -> str:
     """Submit the points of a pack as one job and return its number."""
-    from jobs.slurm.executor import need_sbatch, submit_job
+    from jobs.slurm.executor import need_sbatch
 
     spec, job = points[0].spec, pack_resources(points)
     check_limits(spec, job)
     need_sbatch(job)
     check_queue(spec, job)
-    for point in points:
-        release_folder(point.folder)
-    folders = [prepare(point.spec) for point in points]
-    work = BatchJob(tuple(str(folder.path) for folder in folders))
-    job_id = submit_job(spec, job, folders[0], work)
-    for folder in folders:
-        folder.write_status("submitted", job_id=job_id)
-    return job_id
+    return submit_together([point.spec for point in points], job, [None] * len(points))
 
 
 def _pack_key(point: Point) -> str | None:

@@ -15,8 +15,8 @@ from submitit.core.utils import DelayedSubmission
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs.launch.batch import BatchJob, wait_for_submission
-from jobs.launch.own_job import successor
+from gems.runs.owner import read_owner, take
+from jobs.launch.batch import BatchJob, claim, wait_for_submission
 from tests.jobs.job_helpers import ROOT
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
@@ -31,9 +31,11 @@ def test_the_pickle_holds_a_name_and_a_path() -> None:
     assert len(pickled) < 400
 
 
-def run_as_slurm_would(folder: RunFolder, job_id: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run_as_slurm_would(
+    folder: RunFolder, job_id: str, token: str = "", **more: str
+) -> subprocess.CompletedProcess[str]:
     """Run the last line of the batch script."""
-    submission = DelayedSubmission(BatchJob((str(folder.path),)))
+    submission = DelayedSubmission(BatchJob((str(folder.path),), token))
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")
     return subprocess.run(
@@ -67,35 +69,48 @@ def test_a_bad_folder_is_one_line_and_a_status(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("state", ["requeued", "running", "finished"])
-def test_a_job_that_starts_again_leaves_a_run_alone_that_went_on_as_another(tiny: Tiny, state: str) -> None:
+def test_a_job_leaves_a_folder_alone_that_has_a_later_owner(tiny: Tiny, state: str) -> None:
     """SLURM may put a job back although it refused to, and two jobs must not run in one folder."""
     folder, _ = tiny()
+    first = take(folder, job_id="41")
+    first.release(folder)
+    take(folder, job_id="42")
     folder.write_status(state, job_id="42")
     status = folder.read_status()
-    ended = run_as_slurm_would(folder, "41", SLURM_RESTART_COUNT="1")
+    ended = run_as_slurm_would(folder, "41", first.token, SLURM_RESTART_COUNT="1")
     assert ended.returncode == 0, ended.stderr
-    assert "jobs: the run continues as job 42; this one leaves it alone" in ended.stderr.splitlines()
+    assert "jobs: the folder belongs to job 42 now; this job leaves it alone" in ended.stderr.splitlines()
     assert folder.read_status() == status
 
 
-@pytest.mark.parametrize(
-    ("own", "restarts", "noted", "other"),
-    [
-        ("41", "1", "42", "42"), ("42", "1", "42", None), ("43", "1", "42", None), ("41", "0", "42", None),
-        ("41", None, "42", None), ("41", "1", None, None), (None, "1", "42", None),
-    ],
-)  # fmt: skip
-def test_a_run_has_gone_on_as_a_later_job_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, restarts: str | None, noted: str | None,
-    other: str | None
-) -> None:  # fmt: skip
-    for name, value in (("SLURM_JOB_ID", own), ("SLURM_RESTART_COUNT", restarts)):
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    RunFolder(tmp_path).write_status("running", **({} if noted is None else {"job_id": noted}))
-    assert successor(RunFolder(tmp_path)) == other
+@pytest.mark.parametrize("released", [False, True])
+def test_a_job_that_starts_again_owns_its_folder_again(tiny: Tiny, released: bool) -> None:
+    folder, _ = tiny()
+    owner = take(folder, job_id="41")
+    if released:
+        owner.release(folder)
+    folder.write_status("requeued", job_id="41")
+    run_as_slurm_would(folder, "41", owner.token, SLURM_RESTART_COUNT="1")
+    assert folder.read_status()["state"] == "finished"
+    last = read_owner(folder)
+    assert last is not None and (last.number, last.job_id, last.is_released) == (2 if released else 1, "41", True)
+
+
+def test_a_job_whose_submission_was_interrupted_claims_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The submitting process was killed before it wrote the job's number: the token says whose job this is."""
+    folder = RunFolder(tmp_path)
+    owner = take(folder)
+    folder.write_status("submitting", token=owner.token)
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert claim(folder, owner.token) is None
+    claimed = read_owner(folder)
+    assert claimed is not None and (claimed.job_id, claimed.is_mine) == ("41", True)
+    later = claim(folder, "another token")
+    assert later is None  # by the number
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert claim(folder, "another token") == claimed
 
 
 def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

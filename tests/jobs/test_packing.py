@@ -69,7 +69,7 @@ def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
 ) -> None:
     all_ran: list[str] = []
 
-    def run_prepared(folder: RunFolder, request: StopRequest) -> int:
+    def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         state, code = ends_by_name[folder.path.name]
         all_ran.append(folder.path.name)
         folder.write_status(state, exit_code=code, job_id="7")

@@ -41,7 +41,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     """Put a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
     seen: list[RunSpec] = []
 
-    def note(spec: RunSpec) -> int:
+    def note(spec: RunSpec, *, force: bool = False) -> int:
         seen.append(spec)
         folder = prepare(spec)
         folder.write_status("submitted", job_id=str(41 + len(seen)))
@@ -194,7 +194,7 @@ def test_a_refused_submission_is_told_and_the_others_go_on(
     prepared("a")
     prepared("b")
 
-    def refuse(spec: RunSpec) -> int:
+    def refuse(spec: RunSpec, *, force: bool = False) -> int:
         sent.append(spec)
         raise ConfigError("cluster", "mini", "sbatch refuses the job")
 

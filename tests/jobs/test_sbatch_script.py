@@ -17,7 +17,7 @@ import pytest
 
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
+from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
 from jobs.cli.submit import submit
 from jobs.slurm.executor import executor, sbatch_options, without_enclosing_job
@@ -39,7 +39,8 @@ NOBODY = """#!/bin/sh
 echo "Unable to contact slurm controller (connect failure)" >&2; exit 1
 """
 SQUEUE = """#!/bin/sh
-case "$*" in *--jobs=41) if [ -e {here}/running ]; then echo '41|RUNNING|N/A|None|run'; fi ;;
+case "$*" in *--jobs=41) echo 'JOBID|STATE|COMMAND'
+if [ -e {here}/running ]; then echo '41|RUNNING|job.sh'; fi ;;
 *) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;; esac
 """
 
@@ -293,8 +294,9 @@ def test_a_queue_that_cannot_be_asked_releases_nothing(
     spec = on_slurm(resolved, tmp_path)
     submit(spec, Options())
     (cluster / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
-    with pytest.raises(ConfigError, match="is that of job 41"):
+    with pytest.raises(TryLaterError, match="belongs to job 41, and nobody can tell whether it has ended"):
         submit(spec, Options())
+    assert submit(spec, Options(flags=frozenset({"--force"}))) == 0
 
 
 def test_environment_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

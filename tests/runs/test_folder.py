@@ -279,7 +279,7 @@ class TestRefused:
     def test_a_job_in_the_queue(self, spec: RunSpec) -> None:
         folder = prepare(spec)
         folder.write_status("submitted", job_id=4711)
-        with pytest.raises(ConfigError, match="is that of job 4711, which has not ended"):
+        with pytest.raises(ConfigError, match="is that of job 4711, which may not have ended"):
             prepare(spec)
 
     def test_runs_dir_below_a_regular_file(self, spec: RunSpec, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""The proof that the owner of a run folder is gone, by SLURM; and the end of submissions that were interrupted.
+
+Whoever submits writes "submitting" into status.json before sbatch, with a token that is also in the name of the batch
+script. If it ends before it has written the job's number, the next look at the run finds the job by that name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from gems.runs.owner import Owner, in_use, read_owner
+from gems.utils.process_tree import is_mentioned
+from jobs.slurm.command import SlurmError, SlurmUnavailableError
+from jobs.slurm.jobs import ListedJob, find_submitted, is_job_number, list_jobs, name_submission, script_path
+
+SUBMITTING = "submitting"
+SBATCH_LIMIT_S = 10.0  # to wait for an sbatch that its caller has left
+OLD_S = 600.0
+POLL_S = 0.1
+UNSURE = "try again, or add --force if you know that it has ended"
+
+
+def is_gone(*, force: bool = False) -> Callable[[RunFolder, Owner], None]:
+    """Return the check that raises TryLaterError unless a folder's owner is gone, by SLURM too.
+
+    With `force` an owner is taken for gone if nobody can tell, but never one that is known to be there.
+    """
+
+    def verify(folder: RunFolder, owner: Owner) -> None:
+        status = folder.read_status()
+        if owner.is_released and (owner.job_id is None or status.get("state") == "finished"):
+            return
+        if owner.job_id is None and owner.is_alive_here:
+            what = "it is being submitted" if status.get("state") == SUBMITTING else "a run goes on there"
+            raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
+        doubt, job = None, None
+        try:
+            if owner.job_id is not None:
+                job = _find(owner.job_id)
+            elif is_submitting(status, owner):
+                job = complete_submissions([folder]).get(owner.token)
+        except SlurmError as error:
+            doubt = str(error)
+        if job is not None and job.is_active:
+            advice = f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name="
+            raise in_use(folder, f"belongs to job {job.job_id}, which has not ended", advice)
+        if owner.is_released or (force and doubt is not None):
+            return
+        if doubt is not None:
+            whose = f"job {owner.job_id}" if owner.job_id is not None else "a job whose submission was interrupted"
+            raise in_use(folder, f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})", UNSURE)
+        if owner.job_id is None and owner.is_alive_here is None and job is None:
+            _check_other_host(folder, owner, force)
+
+    return verify
+
+
+def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
+    """Raise TryLaterError for a process that cannot be looked at, unless it is old, and the user says that it ended."""
+    age_s = 0.0
+    with contextlib.suppress(ValueError):
+        age_s = (datetime.now(UTC) - datetime.fromisoformat(owner.utc)).total_seconds()
+    if force and age_s > OLD_S:
+        return
+    who = f"process {owner.pid} on {owner.host}" if owner.host else f"somebody (owners/{owner.number:04d}.json)"
+    advice = "call this there, or add --force if it has ended"
+    if force:
+        advice = f"--force takes it {OLD_S / 60:.0f} min after its start"
+    raise in_use(folder, f"belongs to {who}, and nobody can tell from here whether it has ended", advice)
+
+
+def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
+    """Return whether status.json says that this owner has called sbatch, and does not know the job's number yet."""
+    return status.get("state") == SUBMITTING and status.get("token") == owner.token and not owner.is_released
+
+
+def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
+    """Complete the interrupted submissions of some folders, by one squeue, and return the jobs by token.
+
+    A submission whose process is alive is left to it. Raises SlurmError if squeue gives no list of jobs.
+    """
+    owners = {}
+    for folder in folders:
+        with contextlib.suppress(ConfigError, OSError):
+            owner = read_owner(folder)
+            if owner is not None and is_submitting(folder.read_status(), owner) and not owner.is_alive_here:
+                owners[folder.path] = owner
+                if owner.is_alive_here is False:
+                    _await_sbatch(owner.token)
+    found = find_submitted({owner.token for owner in owners.values()}) if owners else {}
+    for path, owner in owners.items():
+        if owner.token in found:
+            job = found[owner.token]
+            with contextlib.suppress(OSError):  # somebody else's folder
+                name_submission(Path(job.command).parent, owner.token, job.job_id)
+                record_submission(RunFolder(path), owner, job.job_id)
+    return found
+
+
+def record_submission(
+    folder: RunFolder, owner: Owner, job_id: str, state: str = "submitted", facts: Mapping[str, Any] | None = None
+) -> None:
+    """Record the job of a submission as the owner, and the state, unless somebody has done so."""
+    if is_submitting(status := folder.read_status(), owner):
+        owner.update(folder, job_id=job_id)
+        kept = {key: value for key, value in status.items() if key not in ("state", "updated_utc", "token")}
+        folder.write_status(state, **{**kept, **(facts or {}), "job_id": job_id})
+
+
+def _await_sbatch(token: str) -> None:
+    """Wait until no sbatch on this machine has the submission's script in its command line, or raise SlurmError."""
+    pause, deadline_s = threading.Event(), time.monotonic() + SBATCH_LIMIT_S
+    while is_mentioned(script_path(Path(), token).name):
+        if time.monotonic() > deadline_s:
+            raise SlurmUnavailableError("sbatch", "has not answered yet")
+        pause.wait(POLL_S)
+
+
+def _find(job_id: str) -> ListedJob | None:
+    """Return a job by squeue; None if it has forgotten it. Raises SlurmError if squeue gives no list of jobs."""
+    if not is_job_number(job_id):
+        raise SlurmError("squeue", f"cannot be asked for job {job_id!r}")
+    jobs = [job for job in list_jobs(f"--jobs={job_id}") if job.job_id == job_id]
+    return jobs[0] if jobs else None

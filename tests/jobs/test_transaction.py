@@ -1,0 +1,176 @@
+"""Submissions that signals end, that several call at once, and whose sbatch gives no answer: each job is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems.config.schema import RunSpec
+from gems.errors import TryLaterError
+from gems.runs.folder import RunFolder
+from gems.runs.owner import read_owner
+from jobs.launch.submission import start_run, submit_together
+from jobs.launch.transaction import SignalsWait
+from jobs.slurm import executor
+from jobs.slurm.resources import job_spec
+from jobs.status.run_status import run_statuses
+from tests.jobs.fake_slurm import FakeSlurm
+from tests.jobs.interrupted_submissions import measure
+
+pytestmark = pytest.mark.timeout(300)
+Make = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def queue(slurm: FakeSlurm) -> FakeSlurm:
+    """A SLURM of which sbatch, squeue and scancel answer; sbatch takes its time before and after it takes a job."""
+    slurm.has_queue()
+    for moment in ("before", "after"):
+        (slurm.here / f"sbatch.{moment}").write_text("/bin/sleep 0.02\n")
+    for name in ("scontrol", "sinfo", "sacctmgr", "sacct"):
+        slurm.says(name, error="Unable to contact slurm controller (connect failure)\n", code=1)
+    return slurm
+
+
+@pytest.fixture
+def make(resolved: Callable[..., RunSpec], tmp_path: Path) -> Make:
+    """Return a run on SLURM below runs/, by its name."""
+    return lambda name="one": replace(resolved("cluster=mini"), name=name, runs_dir=str(tmp_path / "runs"))
+
+
+def test_no_signal_leaves_an_orphan(queue: FakeSlurm, tmp_path: Path) -> None:
+    """Each 4 of 16 submissions get SIGINT, SIGTERM, SIGHUP and SIGKILL; the next command finds what is left."""
+    found = measure(16, tmp_path / "runs")
+    assert found["faults"] == []
+    assert queue.jobs() == ["41", "42"]  # the two that nobody interrupted
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_submission_that_was_killed_is_completed_by_the_next_look(queue: FakeSlurm, make: Make, moment: str) -> None:
+    """sbatch itself kills its caller, before or after it has taken the job, and goes on."""
+    spec = make()
+    folder = RunFolder.of(spec)
+    start_run(make("warm"), assume_yes=True)
+    (queue.here / f"sbatch.{moment}").write_text("kill -KILL $PPID; /bin/sleep 0.5\n")
+    pid = os.fork()
+    if pid == 0:
+        start_run(spec, assume_yes=True)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert folder.read_status()["state"] == "submitting"
+    (queue.here / f"sbatch.{moment}").write_text("")
+    (run,) = run_statuses([folder]).runs
+    assert (run.state, run.job_id, folder.read_status()["job_id"]) == ("pending", "42", "42")
+    assert {"42_submission.sh", "42_submitted.pkl"} <= {path.name for path in folder.logs.iterdir()}
+    owner = read_owner(folder)
+    assert owner is not None and (owner.job_id, owner.is_released) == ("42", False)
+    with pytest.raises(TryLaterError, match="belongs to job 42, which has not ended"):
+        start_run(spec, assume_yes=True)
+    assert queue.jobs() == ["41", "42"]
+
+
+def test_a_submission_that_never_came_to_slurm_is_lost(queue: FakeSlurm, make: Make) -> None:
+    spec = make()
+    folder = RunFolder.of(spec)
+    start_run(make("warm"), assume_yes=True)
+    (queue.here / "sbatch.before").write_text("kill -KILL $PPID; exit 1\n")
+    pid = os.fork()
+    if pid == 0:
+        start_run(spec, assume_yes=True)
+        os._exit(1)
+    os.waitpid(pid, 0)
+    (queue.here / "sbatch.before").write_text("")
+    (run,) = run_statuses([folder]).runs
+    assert (run.state, run.is_active) == ("lost", False) and "ended before SLURM had the job" in run.note
+    assert start_run(spec, assume_yes=True) == 0
+    assert queue.jobs() == ["41", "42"]
+    (attempt,) = (folder.path / "attempts").iterdir()
+    assert "ended without recording it" in (attempt / "status.json").read_text()
+
+
+@pytest.mark.parametrize("num", [3, 6])
+def test_of_several_submissions_at_once_one_gets_the_folder(queue: FakeSlurm, make: Make, num: int) -> None:
+    start_run(make("warm"), assume_yes=True)
+    spec, gate = make(), os.pipe()
+    pids = []
+    for _ in range(num):
+        if (pid := os.fork()) == 0:
+            os.close(gate[1])
+            os.read(gate[0], 1)  # until the parent closes it
+            try:
+                os._exit(start_run(spec, assume_yes=True))
+            except TryLaterError:
+                os._exit(9)
+        pids.append(pid)
+    os.close(gate[1])
+    codes = sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+    assert codes == [0, *[9] * (num - 1)]
+    assert queue.jobs() == ["41", "42"]
+
+
+def test_an_sbatch_that_lost_its_answer_is_asked_for_by_squeue(queue: FakeSlurm, make: Make) -> None:
+    (queue.here / "sbatch.after").write_text("echo 'Socket timed out on send/recv operation' >&2; exit 1\n")
+    assert start_run(make(), assume_yes=True) == 0
+    assert RunFolder.of(make()).read_status()["job_id"] == "41"
+
+
+@pytest.mark.parametrize("answer", ["echo 'Socket timed out on send/recv operation' >&2; exit 1", "kill -KILL $$"])
+def test_where_nobody_can_tell_nothing_is_submitted_again(queue: FakeSlurm, make: Make, answer: str) -> None:
+    folder = RunFolder.of(make())
+    (queue.here / "sbatch.after").write_text(f"{answer}\n")
+    listing = (queue.here / "squeue").read_text()
+    queue.says("squeue", error="Socket timed out on send/recv operation\n", code=1)
+    with pytest.raises(executor.UnclearSubmissionError, match="nobody can tell whether SLURM has the job"):
+        start_run(make(), assume_yes=True)
+    assert folder.read_status()["state"] == "submitting"
+    with pytest.raises(TryLaterError, match="a job whose submission was interrupted, and nobody can tell"):
+        start_run(make(), assume_yes=True)
+    (run,) = run_statuses([folder]).runs
+    assert (run.state, run.is_guess) == ("submitting", True)
+    assert queue.jobs() == ["41"]
+    (queue.here / "squeue").write_text(listing)
+    (run,) = run_statuses([folder]).runs
+    assert (run.state, run.job_id) == ("pending", "41")
+
+
+def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Make) -> None:
+    specs = [make("a"), make("b")]
+    job_id = submit_together(specs, job_spec(specs[0]), [None, None])
+    for spec in specs:
+        owner = read_owner(RunFolder.of(spec))
+        assert owner is not None and owner.job_id == job_id == RunFolder.of(spec).read_status()["job_id"]
+
+
+def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: Make) -> None:
+    specs = [make("a"), make("b")]
+    start_run(specs[1], assume_yes=True)
+    with pytest.raises(TryLaterError, match="belongs to job 41"):
+        submit_together(specs, job_spec(specs[0]), [None, None])
+    owner = read_owner(RunFolder.of(specs[0]))
+    assert owner is not None and owner.is_released
+    assert queue.jobs() == ["41"]
+
+
+def test_signals_wait_and_then_come() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), SignalsWait() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.SIGINT in signal.sigpending() or signals.came
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()).isdisjoint({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    def enter() -> None:
+        with SignalsWait():
+            pass
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
