@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from gems.utils.units import GIB
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.slurm.command import SlurmUnavailableError
-from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script
+from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
 from jobs.slurm.resources import JobSpec
-from jobs.slurm.site import query_accounts, query_partitions
+from jobs.slurm.site import Partition, query_accounts, query_partitions
 
 CHECKPOINTS = 2
 MARKS = {True: "ok", None: "--", False: "warn"}
@@ -78,10 +79,11 @@ def preflight(
     if job.is_batch and script is not None:
         yield _check("limits", lambda: _check_limits(spec, job, here))
         away = f"not asked: {host_names()[0]} is no login node of {cluster.name}"
-        looks: dict[str, Callable[[], str]] = {
-            "partition": lambda: check_partitions(spec, job, query_partitions(cluster.partition)),
+        partitions = cache(partial(query_partitions, cluster.partition))
+        looks: dict[str, Callable[[], Outcome]] = {
+            "partition": lambda: _check_partitions(spec, job, partitions()),
             "account": lambda: check_account(spec, query_accounts()),
-            "sbatch": lambda: check_script(cluster.name, script),
+            "sbatch": lambda: check_script(cluster.name, script, _shortage(job, partitions)),
         }
         for name, look in looks.items():
             yield _check(name, look) if here else Check(name, None, away)
@@ -168,6 +170,18 @@ def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
         check_queue(spec, job)
     limits = len(spec.cluster.limits)
     return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
+
+
+def _check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> Outcome:
+    text, short_of = check_partitions(spec, job, partitions), shortage(job, partitions)
+    return text if short_of is None else (False, f"{text}; the job would wait in the queue: {short_of}")
+
+
+def _shortage(job: JobSpec, partitions: Callable[[], Sequence[Partition]]) -> str | None:
+    try:
+        return shortage(job, partitions())
+    except (ConfigError, SlurmUnavailableError):
+        return None
 
 
 def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:

@@ -14,7 +14,7 @@ from gems.errors import ConfigError, TryLaterError, nearest
 from jobs.slurm.command import SlurmRefusedError, run_slurm
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import JobSpec
-from jobs.slurm.site import Accounts, Partition
+from jobs.slurm.site import UP, Accounts, Partition
 
 IF_CHANGED = "if the site has changed it, set cluster.limits=[]"
 OTHER = "or choose another cluster.partition"
@@ -26,6 +26,8 @@ ESTIMATE = re.compile(
 # AssocGrpSubmitJobsLimit have. The policy is named for limits of size and time too, whose names sbatch prints before.
 QUEUE_FULL = re.compile(r"SubmitJob|temporarily unable to accept job")
 POLICY, NAMED_LIMIT = "Job violates accounting/QOS policy", re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
+# What sbatch --test-only says if nodes are drained, down or reserved; the first also if no nodes are like that.
+NOT_NOW = re.compile(r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED")
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
 
 
@@ -119,6 +121,26 @@ def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition
     return "; ".join(partition.describe() for partition in usable)
 
 
+def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
+    """Return why none of some partitions could start a job now that it may run in later; None if one could.
+
+    That is a partition that is down, or too few nodes that are up: others are drained, down or in maintenance.
+    """
+    cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if job.gpu_option is not None else 0
+    reasons = []
+    for found in partitions:
+        states = sorted({kind.state for kind in found.kinds if kind.state not in UP})
+        num_up = found.count(cpus, gpus, (*UP, ""))
+        if found.state == "DOWN":
+            reasons.append(f"partition {found.name} is down")
+        elif found.kinds and num_up < job.nodes:
+            others = f" (others: {', '.join(states)})" if states else ""
+            reasons.append(f"{num_up} of {job.nodes} nodes of partition {found.name} are up{others}")
+        else:
+            return None
+    return "; ".join(reasons) or None
+
+
 def check_account(spec: RunSpec, accounts: Accounts) -> str:
     """Describe the account and quality of service of a run; raise ConfigError if SLURM would refuse one."""
     account, known = spec.cluster.full_account, {name.lower(): name for name in accounts.qos}
@@ -140,7 +162,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     """Yield the reasons against a job in a partition, the plainest first."""
     where, qos = f"partition {found.name}", spec.cluster.sbatch.get("qos")
     if found.state in CLOSED:
-        yield ConfigError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:])
+        yield TryLaterError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:])
     account = spec.cluster.full_account
     if account is not None:
         allowed, denied = ([name.lower() for name in names] for names in (found.accounts, found.denied_accounts))
@@ -178,8 +200,11 @@ def _scope(limit: QueueLimit) -> str:
     return f"{nodes} nodes" + (f" in {' and '.join(where)}" if where else "")
 
 
-def check_script(cluster: str, script: str) -> str:
-    """Describe when SLURM would start a script; nothing is queued.
+def check_script(cluster: str, script: str, short_of: str | None = None) -> tuple[bool, str]:
+    """Return whether SLURM would start a script with the nodes that are up, and when; nothing is queued.
+
+    `sbatch --test-only` refuses a job for which too few nodes are up in the words of one that no nodes could run, and
+    sbatch queues it: `short_of` is what `shortage` says.
 
     Raises:
         ConfigError: sbatch refuses it.
@@ -188,8 +213,10 @@ def check_script(cluster: str, script: str) -> str:
     try:
         answer = run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S).check()
     except SlurmRefusedError as error:
+        if short_of is not None and NOT_NOW.search(error.reason):
+            return False, f"it would wait in the queue: {short_of}"
         raise refusal(cluster, error.reason) from error
-    return describe_start(*parse_estimate(answer), datetime.now())
+    return True, describe_start(*parse_estimate(answer), datetime.now())
 
 
 def parse_estimate(text: str) -> tuple[datetime | None, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
@@ -47,9 +47,10 @@ class Partition:
     denied_accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
 
-    def count(self, cpus: int, gpus: int) -> int:
-        """Return the number of nodes that have at least so many CPUs and GPUs."""
-        return sum(kind.nodes for kind in self.kinds if kind.cpus >= cpus and kind.gpus >= gpus)
+    def count(self, cpus: int, gpus: int, states: Collection[str] | None = None) -> int:
+        """Return the number of nodes that have at least so many CPUs and GPUs, and one of some states if given."""
+        fitting = (kind for kind in self.kinds if kind.cpus >= cpus and kind.gpus >= gpus)
+        return sum(kind.nodes for kind in fitting if states is None or kind.state in states)
 
     def describe(self) -> str:
         """Describe the partition in one line."""

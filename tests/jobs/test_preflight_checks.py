@@ -18,7 +18,7 @@ import pytest
 
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, DoesNotFitError
+from gems.errors import ConfigError, DoesNotFitError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from jobs.cli.submit import submit
@@ -124,6 +124,62 @@ def test_a_script_that_sbatch_refuses(site: FakeSlurm, resolved: Callable[..., R
     ):  # fmt: skip
         submit(on(resolved, tmp_path), Options())
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "nodes", "reason", "says"),
+    [
+        ("UP", "1|4|9000|gpu:2|drained", "Requested node configuration is not available",
+         "1 of 2 nodes of partition debug are up (others: drained)"),
+        ("UP", "1|4|9000|gpu:2|down*", "Required node not available (down, drained or reserved)",
+         "1 of 2 nodes of partition debug are up (others: down)"),
+        ("DOWN", "1|4|9000|gpu:2|idle", "", "partition debug is down"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_now_is_queued_with_a_warning(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    state: str, nodes: str, reason: str, says: str,
+) -> None:  # fmt: skip
+    site.says("scontrol", PARTITION.replace("State=UP", f"State={state}"))
+    site.says("sinfo", "debug*|1|4|9000|gpu:2|idle", f"debug*|{nodes}")
+    answer = f"echo 'allocation failure: {reason}' >&2; exit 1" if reason else f"echo '{SEEN}' >&2"
+    site.does("sbatch", f"case $1 in --test-only) {answer} ;; *) echo Submitted batch job 41 ;; esac")
+    assert submit(on(resolved, tmp_path), Options()) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("job     41: ")
+    warned = {line.split()[2]: line for line in err.splitlines() if line.startswith("jobs: warn")}
+    assert says in warned["partition"]
+    assert not reason or warned["sbatch"].endswith(f"it would wait in the queue: {says}")
+
+
+def test_a_refusal_for_another_reason_is_one_though_nodes_are_drained(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    site.says("sinfo", "debug*|2|4|9000|gpu:2|drained")
+    site.says("sbatch", error="allocation failure: Invalid feature specification\n", code=1)
+    with pytest.raises(ConfigError, match="sbatch refuses the job: Invalid feature specification"):
+        submit(on(resolved, tmp_path), Options())
+
+
+def test_a_partition_that_takes_no_jobs_is_for_later(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    site.says("scontrol", PARTITION.replace("State=UP", "State=DRAIN"))
+    with pytest.raises(TryLaterError, match=r"takes no jobs now .state DRAIN."):
+        submit(on(resolved, tmp_path), Options())
+
+
+def test_a_slurm_that_cannot_be_reached_refuses_nothing(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    for name in ("scontrol", "sinfo", "squeue", "sbatch"):
+        site.says(name, error="Unable to contact slurm controller (connect failure)\n", code=1)
+    spec = on(resolved, tmp_path)
+    with pytest.raises(TryLaterError, match="SLURM cannot be reached, and nothing is submitted"):
+        submit(spec, Options())
+    assert RunFolder.of(spec).read_status()["state"] == "prepared"
+    site.says("sbatch", "Submitted batch job 42")
+    assert submit(spec, Options()) == 0  # the folder was given back
 
 
 def test_more_memory_than_the_device_has_is_exit_code_3(
