@@ -27,6 +27,13 @@ SQUEUES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _profile_is_known(mini_slurm: MiniSlurm) -> None:
+    """Take the profile once: processes that start together would each take it."""
+    ended = jobs("submit", *CONFIGURATION, "--dry-run", limit_s=280, SLURM_CONF=str(mini_slurm.conf))
+    assert ended.returncode == 0, ended.stderr
+
+
 def in_queue(cluster: MiniSlurm, folder: Path) -> list[str]:
     """Return the jobs of a folder that wait or run, by the path of their script."""
     listed = cluster.run("squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING", "--format=%i %o").stdout
