@@ -11,7 +11,7 @@ from typing import Any, cast
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.engine.run import run_rank
-from gems.engine.supervision.failure import FLUSH_S, abort_all_ranks, ensure_exit, report_failure
+from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.stop_request import StopListener
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
@@ -94,7 +94,7 @@ def train(
         if comm.size == 1:
             raise
         ensure_exit()
-        abort_all_ranks(report_failure(found, comm.rank, error), FLUSH_S)
+        abort_all_ranks(report_failure(found, comm.rank, error), error)
     if comm.rank == 0:
         found.write_status("finished", exit_code=0)
         release(found)

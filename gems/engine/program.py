@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
             write_json(folder.result_json, found)
     except BaseException as error:
         ensure_exit()
-        abort_all_ranks(report_failure(folder, launched_rank(), error))
+        abort_all_ranks(report_failure(folder, launched_rank(), error), error)
 
 
 if __name__ == "__main__":

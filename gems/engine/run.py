@@ -7,13 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
-from gems.engine.supervision.failure import DUMP_S, FLUSH_S, abort_all_ranks, ensure_exit, report_failure
+from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.stop_request import StopListener, stop_listener
 from gems.engine.transport.environment import launched_rank
 from gems.engine.transport.polling import WaitState
-from gems.errors import StalledError
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Heartbeat
+from gems.runs.heartbeat import Heartbeat, now_ns, set_clock
 from gems.utils import start_up
 from gems.utils.logs import set_log_level, set_up_rank_logging
 
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         ensure_exit()
         code = report_failure(folder, launched_rank(), error)
-        abort_all_ranks(code, DUMP_S if code == StalledError.exit_code else FLUSH_S)
+        abort_all_ranks(code, error)
 
 
 def run_rank(folder: RunFolder, stop: StopListener) -> None:
@@ -53,9 +52,11 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
         device = open_device(spec.machine, spec.cluster.device_order)
     from gems.engine.supervision.affinity import write_affinity
     from gems.engine.supervision.watchdog import LocalPeer, Watchdog
-    from gems.engine.transport.mpi import gather_here, world
+    from gems.engine.transport.mpi import broadcast, gather_here, meet, world
 
     comm = world()
+    meet(comm)
+    set_clock(broadcast(comm, now_ns()))
     write_affinity(comm, device, folder.affinity_json, spec.cluster.cpus_per_rank)
     heartbeat, waits = Heartbeat(folder.heartbeat(comm.rank)), WaitState()
     peers = gather_here(comm, LocalPeer.this_process(comm.rank))

@@ -81,7 +81,7 @@ def _classify(error: BaseException) -> ErrorClass:
     is_full = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or is_full or HOST_FULL.search(text):
         return ErrorClass(FailureCause.HOST_MEMORY, "the node's memory, or the job's share of it, is full")
-    if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS:
+    if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS and not _is_of_socket(error):
         name = errno.errorcode[error.errno]
         return ErrorClass(FailureCause.FILE_SYSTEM, f"{name}: the file system's fault, or the quota's")
     if isinstance(error, ImportError):
@@ -94,6 +94,11 @@ def _classify(error: BaseException) -> ErrorClass:
     if type(error).__module__.startswith("mpi4py"):
         return ErrorClass(FailureCause.EXCEPTION, "MPI failed: another rank may be gone")
     return ErrorClass(FailureCause.EXCEPTION)
+
+
+def _is_of_socket(error: OSError) -> bool:
+    # a file's mount may be gone as well, but then the file has a name
+    return isinstance(error, ConnectionError) or (error.errno == errno.ENOTCONN and error.filename is None)
 
 
 def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""The heartbeat: the action that a rank is in, in a small file that outlives the rank."""
+"""The heartbeat: the action that a rank is in, in a small file that outlives the rank.
+
+Its times are comparable between the ranks of a run, whose nodes' clocks may differ or be set meanwhile: they are of the
+clock that rank 0 had at the start. Who is no rank must not compare them with its own clock, and may see them change.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,18 @@ from pathlib import Path
 SIZE_BYTES = 256
 FINISHED = "finished"  # the last action of a clean end
 MARK_BYTES = 160  # the mark of the rank's own thread; the rest is its watchdog's
+_clock_ns = time.time_ns() - time.monotonic_ns()
+
+
+def now_ns() -> int:
+    """Return the time since the epoch by the clock that the ranks of a run share."""
+    return time.monotonic_ns() + _clock_ns
+
+
+def set_clock(time_ns: int) -> None:
+    """Set that clock to the time that rank 0 has now."""
+    global _clock_ns
+    _clock_ns = time_ns - time.monotonic_ns()
 
 
 class Heartbeat:
@@ -32,12 +48,12 @@ class Heartbeat:
 
     def beat(self, step: int, action: str) -> None:
         """Mark that `action` of `step` begins now."""
-        text = f"{self._head} {step} {action} {time.time_ns()}"
+        text = f"{self._head} {step} {action} {now_ns()}"
         self._map[:MARK_BYTES] = text.encode()[:MARK_BYTES].ljust(MARK_BYTES)
 
     def live(self, waits_for: str = "", moved_ns: int = 0) -> None:
         """Mark that the process runs, what its own thread waits for (nothing while it works), and since when."""
-        text = f"{time.time_ns()} {moved_ns} {waits_for}"
+        text = f"{now_ns()} {moved_ns} {waits_for}"
         size = SIZE_BYTES - MARK_BYTES
         self._map[MARK_BYTES:] = text.encode(errors="replace")[:size].ljust(size)
 

@@ -16,11 +16,13 @@ from gems.runs.folder import RunFolder
 from gems.runs.run_plan import with_strips_chosen
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import newest_checkpoint
-from jobs.diagnosis.node_blocklist import NodeBlocklist
-from jobs.diagnosis.report import Diagnosis, diagnose_run, record_diagnosis
+from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
+from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES
+from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.resources import job_spec
+from jobs.slurm.site import expand_nodes, node_names
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
 
@@ -110,13 +112,14 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
 
 
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Return the run to submit, and notes for the user."""
+    """Return the run to submit, and notes for the user; raise ConfigError if too few nodes are left for it."""
     notes = []
     spec = with_strips_chosen(changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides))
     if job_spec(spec).is_batch:
-        blocked = NodeBlocklist(folder.path.parent).entries(spec.cluster.name)
+        blocked = NodeBlocklist(folder.path.parent).blocked(spec.cluster.name)
         exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])
         spec = changed(spec, [f"cluster.exclude=[{','.join(exclude)}]"])
+        _check_nodes_left(spec, blocked)
         if exclude:
             notes.append(f"without node{'s' if len(exclude) > 1 else ''} {', '.join(exclude)}")
     step, made = newest_checkpoint(folder), RunFolder.of(spec).path
@@ -128,3 +131,20 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
         why = "for these keys are part of the run" if overrides else "for an earlier version named that folder"
         notes.append(f"in {RunFolder.of(spec).path}, {why}")
     return spec, [*notes, "from its start" if step is None else f"from step {step}"]
+
+
+def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
+    """Raise ConfigError if the excluded nodes leave too few; SLURM, if it does not answer now, would refuse the job."""
+    cluster, needed = spec.cluster, job_spec(spec).nodes
+    try:
+        nodes = node_names(cluster.partition) if cluster.exclude else ()
+        excluded = set(expand_nodes(cluster.exclude)) & set(nodes)
+    except SlurmUnavailableError:
+        return
+    left = len(nodes) - len(excluded)
+    if excluded and left < needed:
+        where = f"partition {cluster.partition}" if cluster.partition else f"cluster {cluster.name}"
+        text = f"leaves {left} of the {len(nodes)} nodes of {where}, and the run needs {needed}"
+        listed = next((entry.node for entry in blocked if entry.node in excluded), None)
+        advice = "exclude fewer nodes" if listed is None else f"a node that is sound: jobs diagnose {UNBLOCK} {listed}"
+        raise ConfigError("cluster.exclude", ",".join(cluster.exclude), text, advice)

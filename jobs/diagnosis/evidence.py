@@ -10,14 +10,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gems.errors import StalledError
+from gems.errors import SIGNAL_BASE, StalledError
 from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
 from jobs.diagnosis.launcher_output import LauncherOutput
 from jobs.diagnosis.log_patterns import CONSEQUENCE, Finding, read_lines, scan_lines
-from jobs.diagnosis.root_cause import classify_record, find_failure, is_consequence, read_records
+from jobs.diagnosis.root_cause import (
+    START_CAUSES,
+    classify_record,
+    find_failure,
+    has_trained,
+    is_consequence,
+    read_records,
+)  # fmt: skip
 from jobs.slurm.jobs import find_job
 from jobs.status.run_status import read_or_empty, read_spec, run_statuses, utc_ns, whole
 
@@ -34,6 +41,11 @@ STATE_CAUSES = {
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
 BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
+# What may be behind the kill of a rank; all else that ranks met when one was killed is a consequence.
+BEHIND_KILLS = (
+    FailureCause.HOST_MEMORY, FailureCause.DEVICE_MEMORY, FailureCause.DEVICE, FailureCause.NODE,
+    FailureCause.TIME_LIMIT, FailureCause.PREEMPTED, FailureCause.CANCELLED, FailureCause.KILLED,
+)  # fmt: skip
 
 
 class Evidence:
@@ -69,8 +81,10 @@ class Evidence:
                 tail = lines[-TAIL_LINES:]
                 for line in lines:
                     output.feed_line(line)
-        code = self.status.get("exit_code")
-        ended = Ended(code if isinstance(code, int) and 0 < code <= 128 else 1, tuple(tail))
+        code, number = whole(self.status.get("exit_code")), whole(self.status.get("signal"))
+        if number and code is not None and 0 < code <= SIGNAL_BASE and "node" not in self.status:
+            code = -number  # of the launcher itself
+        ended = Ended(code if code is not None and code and code <= SIGNAL_BASE else 1, tuple(tail))
         self.failure = find_failure(folder, output, ended)
         self.trace_steps = trace_steps(folder) if with_trace else None
         self.resume_step = newest_checkpoint(folder)
@@ -79,14 +93,24 @@ class Evidence:
         """Return what each source shows of the end of a run that has ended."""
         sources = (_from_records, _from_job, _from_orders, _from_failure, _from_silence, _from_status)
         found = [finding for source in sources for finding in source(self)]
-        has_record = any(finding.source.startswith("FAILED") for finding in found)
+        has_record, has_begun = bool(self.records), has_trained(self.beats)
         for finding in self.log_findings:
-            if finding.cause is not FailureCause.EXCEPTION:
+            if finding.cause in START_CAUSES and has_begun:
+                found.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))
+            elif finding.cause is not FailureCause.EXCEPTION:
                 found.append(finding)
-            # else it is the traceback of a record, or the consequence of a death
-            elif not has_record and not (CONSEQUENCE.search(finding.text) and self.failure.signal is not None):
+            elif not has_record:  # else it is the traceback of a record
                 found.append(replace(finding, may_follow=True))
-        return found
+        if not self.is_killed:
+            return found
+        return [replace(each, is_consequence=True) if each.cause not in BEHIND_KILLS else each for each in found]
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the rank at fault was killed, so that what the others met is a consequence."""
+        return self.failure.cause_class in (FailureCause.KILLED, FailureCause.HOST_MEMORY) and not any(
+            record.get("rank") == self.failure.rank for record in self.records
+        )
 
 
 def log_paths(folder: RunFolder) -> list[Path]:
@@ -122,8 +146,8 @@ def text(value: object) -> str | None:
 def _from_records(evidence: Evidence) -> Iterator[Finding]:
     for record in evidence.records:
         cause, follows = classify_record(record), is_consequence(record)
-        # a rank that found a stall is not its cause, and one whose messages failed not that of a death: see the failure
-        if cause is FailureCause.STALLED or (follows and evidence.failure.signal is not None):
+        # a rank that found a stall is not its cause: see the failure
+        if cause is FailureCause.STALLED and not evidence.is_killed:
             continue
         rank, words = whole(record.get("rank")), " ".join(str(record.get("cause") or "no reason given").split())
         source = f"FAILED.rank{rank:04d}.json" if rank is not None else "FAILED.rank*.json"
@@ -178,8 +202,8 @@ def _from_failure(evidence: Evidence) -> Iterator[Finding]:
         first_ns = min((time for time in times if time is not None), default=None)
         source = "STALLED.json" if evidence.stall else "heartbeats"
         yield replace(found, source=source, time_ns=utc_ns(evidence.stall.get("utc")) or first_ns)
-    elif failure.signal is not None:
-        yield replace(found, may_follow=failure.signal in BY_OTHERS)
+    elif evidence.is_killed:
+        yield replace(found, may_follow=failure.signal in BY_OTHERS and found.cause is FailureCause.KILLED)
     elif not evidence.records:
         yield replace(found, may_follow=found.cause is FailureCause.EXCEPTION)
 
@@ -187,7 +211,7 @@ def _from_failure(evidence: Evidence) -> Iterator[Finding]:
 def _from_silence(evidence: Evidence) -> Iterator[Finding]:
     """Yield the node all of whose ranks ended without a record, if those of the others only lost their messages."""
     records = evidence.records
-    if not evidence.is_batch or not records or evidence.failure.signal is not None or evidence.stall:
+    if not evidence.is_batch or not records or evidence.is_killed or evidence.stall:
         return
     if any(record.get("exit_code") == StalledError.exit_code or not is_consequence(record) for record in records):
         return

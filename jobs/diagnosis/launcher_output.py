@@ -1,4 +1,8 @@
-"""The output of launchers when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself."""
+"""The output of launchers when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself.
+
+As soon as a rank has failed, its launcher or MPI_Abort ends the others by signals, too. What is reported after that is
+marked `is_cleanup`: it shows how those ranks ended, and not why.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,17 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
 from jobs.slurm.jobs import parse_cancellation
 
+RANK_CODES = tuple(error.exit_code for error in (ConfigError, DoesNotFitError, RankFailedError, StalledError))
+OUR_LINE = "gems: the launcher ends the ranks"  # which it adds to their log before it does
+OUT_OF_MEMORY = "Out Of Memory"
+KILLING_SIGNALS = (
+    signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE,
+)  # fmt: skip
+MEMORY_EVENT = re.compile(r"[Dd]etected \d+ oom[-_]kill event.*")
+LOST_PEER = re.compile(r"Fatal error in \w+: Other MPI error")
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
@@ -19,6 +32,9 @@ DEATHS = (
     re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)"),
     re.compile(r"process rank (?P<rank>\d+) with PID (?:0|(?P<pid>\d+)) on node (?P<node>\S+) exited on"
                r"(?: signal (?P<signal>\d+))?"),
+    # the kernel's record: of a cgroup's limit, or of the whole node
+    re.compile(r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process (?P<pid>\d+)"),
+    re.compile(r"\boom-kill:.*\bpid=(?P<pid>\d+)"),
     re.compile(r"^(?:\d+: )?Abort\((?P<exit_code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): "
                r"(?:.*application called MPI_Abort.*|(?P<reason>.*))"),
 )  # fmt: skip
@@ -33,7 +49,10 @@ AMENDMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of one rank as its launcher reports it; None for what it does not report."""
+    """The end of one rank as its launcher reports it; None for what it does not report.
+
+    With `is_cleanup` another rank had failed before, and the launcher was ending those that were left.
+    """
 
     rank: int | None = None
     pid: int | None = None
@@ -41,6 +60,12 @@ class Death:
     signal: int | None = None
     exit_code: int | None = None
     reason: str | None = None
+    is_cleanup: bool = False
+
+    @property
+    def is_kill(self) -> bool:
+        """Whether a signal ended the rank, or the kernel for its memory; SIGTERM only asks a rank to end."""
+        return self.signal not in (None, signal.SIGTERM) or self.reason == OUT_OF_MEMORY
 
 
 class LauncherOutput:
@@ -50,7 +75,9 @@ class LauncherOutput:
         self._deaths: list[Death] = []
         self._statuses: list[int] = []
         self._open_mpi_rank: int | None = None
+        self._is_cleanup = False
         self.cancel_reason: str | None = None
+        self.memory_event: str | None = None  # slurmstepd's message that the kernel killed for memory
 
     @property
     def deaths(self) -> list[Death]:
@@ -69,13 +96,16 @@ class LauncherOutput:
         if (cancellation := parse_cancellation(line)) is not None:
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
+        elif line.startswith(OUR_LINE):
+            self._is_cleanup = True
+        elif MEMORY_EVENT.search(line):
+            self.memory_event = line
         elif found := SRUN_TASK.search(line):
             what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
             code, killed_by = re.match(r"Exited with exit code (\d+)", what), _SIGNALS.get(what)
             exit_code, reason = int(code[1]) if code else None, None if code or killed_by else what
-            self._deaths += [
-                Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in _numbers(found["ranks"])
-            ]
+            ranks = _numbers(found["ranks"])
+            self._add(*(Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in ranks))
         elif found := HYDRA_TABLE.search(line):
             # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before.
             self._statuses = [int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))]
@@ -85,13 +115,31 @@ class LauncherOutput:
             self._open_mpi_rank = int(found["exited"] or found["aborted"])
         elif found := OPEN_MPI_CODE.search(line):
             if self._open_mpi_rank is not None:
-                self._deaths.append(Death(self._open_mpi_rank, exit_code=int(found["code"])))
+                self._add(Death(self._open_mpi_rank, exit_code=int(found["code"])))
         elif fields := _fields(DEATHS, line):
-            self._deaths.append(Death(**fields))
+            is_kernel = fields.keys() == {"pid"}
+            self._add(Death(**fields) if not is_kernel else Death(None, fields["pid"], None, 9, None, OUT_OF_MEMORY))
         elif (fields := _fields(AMENDMENTS, line)) and self._deaths:
             last = self._deaths[-1]
             if last.node is not None and last.signal is None:
-                self._deaths[-1] = replace(last, **{"exit_code": None, **fields})
+                self._deaths[-1] = _as_signal(replace(last, **{"exit_code": None, **fields}))
+
+    def _add(self, *deaths: Death) -> None:
+        """Add the deaths of one line: those after a rank's MPI_Abort, or its exit with a code of ours, are cleanup."""
+        for death in map(_as_signal, deaths):
+            # nobody sends the other signals, and the kernel alone kills for memory
+            is_sent = death.signal in (None, signal.SIGKILL, signal.SIGTERM) and death.reason != OUT_OF_MEMORY
+            self._deaths.append(replace(death, is_cleanup=self._is_cleanup and is_sent))
+        codes = [death.exit_code for death in deaths if not LOST_PEER.search(death.reason or "")]
+        self._is_cleanup |= any(code in RANK_CODES for code in codes)
+
+
+def _as_signal(death: Death) -> Death:
+    """Replace the exit code by which a shell or a container reports that a signal ended its process."""
+    number = (death.exit_code or 0) - SIGNAL_BASE
+    if death.exit_code is None or number not in KILLING_SIGNALS:
+        return death
+    return replace(death, signal=number, exit_code=None)
 
 
 def _fields(patterns: tuple[re.Pattern[str], ...], line: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.runs.failure_cause import FailureCause
+from gems.runs.failure_cause import FILE_SYSTEM_ERRORS, FailureCause
 from jobs.slurm.jobs import NODE_FAILURE, parse_cancellation
 
 MAX_PER_CAUSE = 3
@@ -17,8 +17,12 @@ HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # of a longer log the middle is left 
 LINE_CHARS = 400
 LABEL = re.compile(r"^ *(?P<rank>\d{1,6}): ?")
 NODE = r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)"
+# A network's failures read like those of a file system or of memory: the lines that end with an errno's text.
+NETWORK = r"\bOFI (?:call )?\w+ failed|UCX +ERROR|\bibv_\w+\b.*[Ff]ail|NCCL WARN .*failed"
+FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"
 # Causes with a pattern that shows each; a group `node` names the node at fault. The first that matches a line counts.
 PATTERNS = (
+    (FailureCause.EXCEPTION, NETWORK),
     (FailureCause.NODE, NODE_FAILURE.pattern),
     (FailureCause.NODE, r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)"),
     # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
@@ -38,8 +42,8 @@ PATTERNS = (
      r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"
      r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset"),
     (FailureCause.FILE_SYSTEM,
-     r"No space left on device|Disk quota exceeded|Stale (?:NFS )?file handle|Input/output error"
-     r"|Read-only file system|Transport endpoint is not connected|Remote I/O error"),
+     # the errno of a file operation, by Python or by HDF5
+     rf"\bOSError: \[Errno {FILE_ERRNO}\]|\berrno = {FILE_ERRNO}, error message"),
     (FailureCause.WRONG_MPI,
      r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
      r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
@@ -54,15 +58,17 @@ PATTERNS = (
      r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
      r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
     (FailureCause.EXCEPTION,
-     r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError"
-     r"|MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_"),
+     r"NCCL error|ncclInternalError|ncclUnhandledCudaError|MPICH ERROR|Fatal error in \w*MPI|Fatal error in internal_"),
     (FailureCause.KILLED, r"\bBus error\b|Segmentation fault|Illegal instruction"),
 )  # fmt: skip
 COMPILED = tuple((cause, re.compile(pattern)) for cause, pattern in PATTERNS)
-MAY_FOLLOW = tuple(pattern for _, pattern in COMPILED[-2:])  # failures of messages, and signals
+# failures of messages, and signals
+MAY_FOLLOW = tuple(pattern for _, pattern in (COMPILED[0], *COMPILED[-2:]))
 # Exceptions that a rank meets because another one has gone.
 CONSEQUENCE = re.compile(
-    r"mpi4py\.MPI\.Exception|^Exception: .*MPI|MPI_ERR|ConnectionResetError|BrokenPipeError|KeyboardInterrupt"
+    r"mpi4py\.MPI\.Exception|\bException: .*MPI|MPI_ERR|\bOFI\b|NCCL error|ncclRemoteError|DistBackendError"
+    r"|DistNetworkError|Connection (?:reset|closed|refused)(?: by peer)?|Connection(?:Reset|Refused|Aborted)Error"
+    r"|BrokenPipeError|KeyboardInterrupt"
 )
 
 
@@ -71,7 +77,8 @@ class Finding:
     """What one source reports of a run's end, in its own words.
 
     `time_ns` is None if the source has no clock. `may_follow` marks a possible consequence of something else: a rank
-    that waits for a dead one stalls, and a launcher kills the ranks that are left.
+    that waits for a dead one stalls, and a launcher kills the ranks that are left. `is_consequence` marks one of the
+    cause that is known.
     """
 
     cause: FailureCause
@@ -81,6 +88,7 @@ class Finding:
     rank: int | None = None
     node: str | None = None
     may_follow: bool = False
+    is_consequence: bool = False
 
 
 def scan_lines(lines: Iterable[str], source: str) -> list[Finding]:

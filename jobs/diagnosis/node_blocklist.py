@@ -1,4 +1,7 @@
-"""The node blocklist: nodes on which runs have failed through no fault of theirs, in `runs_dir/bad_nodes.json`."""
+"""The node blocklist: nodes on which runs have failed through no fault of theirs, in `runs_dir/bad_nodes.json`.
+
+One failure may be a coincidence: a node is blocked after MIN_FAILURES of them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from jobs.status.run_status import read_or_empty
 
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)
+MIN_FAILURES = 2
 MAX_RUNS = 20
 TEXTS = ("cluster", "node", "reason", "run", "utc")
 
@@ -29,6 +33,11 @@ class BlockedNode:
     run: str
     utc: str
     runs: tuple[str, ...]
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the node has failed often enough to be excluded."""
+        return len(self.runs) >= MIN_FAILURES
 
     def describe(self) -> str:
         """Describe the entry in one line."""
@@ -48,10 +57,14 @@ class NodeBlocklist:
         return self.runs_dir / FILE
 
     def entries(self, cluster: str | None = None) -> tuple[BlockedNode, ...]:
-        """Return the valid entries, of one cluster if it is given: another's nodes may have the same names."""
+        """Return the valid entries, blocked or not, of one cluster if given: others' nodes may have the same names."""
         rows = read_or_empty(self.path).get("nodes")
         found = map(_parse, rows) if isinstance(rows, list) else ()
         return tuple(entry for entry in found if entry is not None and cluster in (None, entry.cluster))
+
+    def blocked(self, cluster: str) -> tuple[BlockedNode, ...]:
+        """Return the entries of the nodes of a cluster that are blocked."""
+        return tuple(entry for entry in self.entries(cluster) if entry.is_blocked)
 
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BlockedNode | None:
         """Record a failure of a node and return its entry; a known failure is not counted again.
@@ -79,7 +92,7 @@ class NodeBlocklist:
 
     def note(self, cluster: str) -> str | None:
         """Describe the blocked nodes of a cluster in one line; None if there are none."""
-        names = [entry.node for entry in self.entries(cluster)]
+        names = [entry.node for entry in self.blocked(cluster)]
         if not names:
             return None
         plural, them = ("s", "them") if len(names) > 1 else ("", "it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
@@ -20,8 +21,8 @@ from gems.utils.tables import printable
 from gems.utils.units import GIB, counted, now_utc
 from jobs.diagnosis.evidence import Evidence, text
 from jobs.diagnosis.log_patterns import Finding
-from jobs.diagnosis.node_blocklist import LIFE, NodeBlocklist
-from jobs.diagnosis.root_cause import describe_position
+from jobs.diagnosis.node_blocklist import LIFE, MIN_FAILURES, NodeBlocklist
+from jobs.diagnosis.root_cause import describe_position, is_consequence
 from jobs.status.run_status import read_spec, whole
 
 SCHEMA = "gems.diagnosis/1"
@@ -29,6 +30,8 @@ DIAGNOSIS_JSON = "diagnosis.json"
 UNBLOCK = "--unblock"
 STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
 MAX_EVIDENCE = 12
+SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
+MAX_CONSEQUENCES, CONSEQUENCE_CHARS = 3, 120
 STATE_CAUSES = {
     "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
     "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
@@ -44,7 +47,7 @@ BY_SPECIFICITY = (
 )  # fmt: skip
 ORDERS = (FailureCause.NODE, FailureCause.PREEMPTED, FailureCause.TIME_LIMIT, FailureCause.CANCELLED)
 
-# Faults of a node itself; a full quota is the user's, and a full disk that of all nodes.
+# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk that of all nodes.
 NODE_FILE_ERRORS = ("Stale", "Input/output error", "Transport endpoint", "Remote I/O", "Read-only file system")
 KEEP = "keep"
 FIXED = {
@@ -71,7 +74,8 @@ class Diagnosis:
 
     `text` is the line of the source that names the cause, `stages` those of the rank in its pipeline, `trace_steps` the
     complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node
-    to leave out. `memory` is what a rank out of memory told of its allocator, its own count and its predicted peak.
+    to leave out. `consequences` are the ranks that failed because of the cause. `memory` is what a rank out of memory
+    told of its allocator, its own count and its predicted peak.
     """
 
     folder: RunFolder
@@ -87,6 +91,7 @@ class Diagnosis:
     rss_bytes: int | None = None
     device_bytes: int | None = None
     memory: str | None = None
+    consequences: tuple[str, ...] = ()
     waits_for: str | None = None
     trace_steps: int | None = None
     resume_step: int | None = None
@@ -106,7 +111,7 @@ class Diagnosis:
         return {
             "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path),
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"},
-            "evidence": [{name: getattr(each, name) for name in ("source", "cause", "text")} for each in self.evidence],
+            "evidence": [{name: getattr(each, name) for name in SHOWN} for each in self.evidence],
             "paragraph": self.paragraph(),
         }  # fmt: skip
 
@@ -141,6 +146,9 @@ class Diagnosis:
             parts.append(f"It held {' and '.join(held)}.")
         if self.waits_for:
             parts.append(f"{self.waits_for.rstrip('.')}.")
+        if self.consequences:
+            shown, more = self.consequences[:MAX_CONSEQUENCES], len(self.consequences) - MAX_CONSEQUENCES
+            parts.append(f"A consequence only: {'; '.join(shown)}{f'; {more} more' if more > 0 else ''}.")
         if self.has_failed or self.cause is FailureCause.STOPPED:
             if self.trace_steps is not None:
                 parts.append(f"The trace is readable and holds {counted(self.trace_steps, 'complete step')}.")
@@ -175,11 +183,12 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
 def judge(findings: Iterable[Finding]) -> Finding | None:
     """Return the finding that shows the cause, or None.
 
-    A possible consequence counts only if nothing else was found: a rank that the kernel killed for its memory also
-    reads as killed by signal 9. Among the rest the earliest goes first; of those without a time, faults go before
-    findings that have one, and the scheduler's orders after them.
+    A consequence of the kill of a rank counts only if nothing else was found, and a possible one goes last: a rank that
+    the kernel killed for its memory also reads as killed by signal 9. Among the rest the earliest goes first; of those
+    without a time, faults go before findings that have one, and the scheduler's orders after them.
     """
-    found = list(findings)
+    every = list(findings)
+    found = [finding for finding in every if not finding.is_consequence] or every
     if any(finding.cause is FailureCause.NODE for finding in found):  # reported minutes after ranks began to wait
         found = [finding for finding in found if finding.cause is not FailureCause.STALLED]
 
@@ -219,6 +228,8 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
         return
     if entry is not None:
         excludes = f"`jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
+        if not entry.is_blocked:
+            excludes = f"`jobs resubmit` excludes it after {MIN_FAILURES} failures"
         report("jobs", f"{entry.describe()}; {excludes}")
 
 
@@ -242,8 +253,10 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         if document:
             words = " ".join(f"{key}={value}" for key, value in document.items())
             listed.append(Finding(FailureCause.STOPPED, name, words))
+    # where ranks of several nodes met a file system's fault, it is that of no node
     is_file_fault = cause is FailureCause.FILE_SYSTEM and any(words in finding.text for words in NODE_FILE_ERRORS)
-    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or is_file_fault  # another node would not have it
+    met_on = {each.node for each in found if each.cause is FailureCause.FILE_SYSTEM and each.node is not None}
+    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or (is_file_fault and len(met_on) == 1)
     kept = {(each.source, each.text): each for each in reversed(listed)}
     rss_bytes = whole(record.get("rss_bytes"))
     if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
@@ -251,7 +264,8 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     return Diagnosis(
         evidence.folder, cause, evidence.run.state, " ".join(finding.text.split()), finding.source, rank, node,
         _stages(evidence, rank, record, action), beat.step if step is None and beat is not None else step, action,
-        rss_bytes, whole(record.get("device_bytes")), _memory(record), waits_for, evidence.trace_steps,
+        rss_bytes, whole(record.get("device_bytes")), _memory(record), _consequences(evidence, rank), waits_for,
+        evidence.trace_steps,
         evidence.resume_step, job_id=evidence.run.job_id,
         blamed_node=node if node and evidence.is_batch and is_node_fault else None,
         advice=remedies(cause, finding.text, node, evidence), evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
@@ -262,6 +276,17 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
 def _memory(record: Mapping[str, Any]) -> str | None:
     told = record.get("memory")
     return text(told.get("text")) if isinstance(told, dict) else None
+
+
+def _consequences(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
+    """Describe the ranks that failed because `rank` had, by their records."""
+    described = []
+    for record in evidence.records if rank is not None else ():
+        if record.get("rank") not in (rank, None) and is_consequence(record):
+            cause = text(record.get("cause")) or "no reason given"
+            where = f"rank {record['rank']} on node {record.get('node')}"
+            described.append(f"{where} failed with {textwrap.shorten(cause, CONSEQUENCE_CHARS, placeholder=' ...')}")
+    return tuple(described)
 
 
 def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:

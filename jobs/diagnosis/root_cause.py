@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -16,21 +17,21 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.utils.atomic_io import read_json
-from jobs.diagnosis.launcher_output import Death, LauncherOutput
-from jobs.diagnosis.log_patterns import classify_text
+from jobs.diagnosis.launcher_output import LOST_PEER, OUT_OF_MEMORY, RANK_CODES, Death, LauncherOutput
+from jobs.diagnosis.log_patterns import CONSEQUENCE, classify_text
 from jobs.status.run_status import read_or_empty, utc_ns
 
 COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
-LOST_MESSAGES = re.compile(r"^Exception: .*MPI|MPI_ERR")
-LOST_PEER = re.compile(r"Fatal error in \w+: Other MPI error")
+BY_LAUNCHER = "launcher"  # in STALLED.json: found by it, from outside
 MPI_KEY = "cluster.mpi="
 CODE_CAUSES = {
     ConfigError.exit_code: FailureCause.CONFIGURATION, DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
     StalledError.exit_code: FailureCause.STALLED,
 }  # fmt: skip
-RANK_CODES = (*CODE_CAUSES, RankFailedError.exit_code)
+# Once a rank has been in a step these are settled, and what reads like them is how a launcher itself was lost.
+START_CAUSES = (FailureCause.CONFIGURATION, FailureCause.LAUNCHER, FailureCause.WRONG_MPI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,10 @@ def describe_position(step: int | None, action: str | None) -> str:
 def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
     """Find the rank that ended the run.
 
-    In this order: a death that an exit watcher saw before any rank recorded its own; what a rank recorded, unless it
-    only shows that another rank was gone; the first death that the launcher reported, with the heartbeat's step and
-    action; the last lines of the output. If ranks only waited too long, the rank that they waited for is named.
+    In this order: a stall of all ranks that the launcher found; a death that an exit watcher saw before any rank
+    recorded a failure of its own; what a rank recorded, unless it only shows that another rank was gone; the first
+    death that the launcher reported before it ended the ranks itself, with the heartbeat's step and action; a stall,
+    with the rank that the others waited for; what the first rank recorded that lost another; the last lines of output.
     """
     if ended.stopped_by is not None:
         number = int(signal.Signals[ended.stopped_by])
@@ -83,36 +85,64 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
         what = f"was stopped by {ended.stopped_by}: {reason}"
         return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
     records, beats = read_records(folder), read_beats(folder.path)
-    if ended.returncode < 0 and not ended.gave_up and not records:
+    recorded = {record.get("rank") for record in records}
+    are_stalled = any(record.get("exit_code") == StalledError.exit_code for record in records)
+    own = next((record for record in records if not is_consequence(record)), None)
+    if ended.returncode < 0 and not ended.gave_up and own is None and not are_stalled:
         what = f"ended: its launcher {_killed_by(-ended.returncode)}"
         return Failure(RankFailedError.exit_code, what, signal=-ended.returncode, cause_class=FailureCause.KILLED)
-    watched = first_exit(folder, beats)
-    if watched is not None and all(watched[0] < (utc_ns(record.get("utc")) or 0) for record in records):
-        return _from_death(output.death(watched[1]), beats, ended)
-    cause = next((record for record in records if not is_consequence(record)), None)
-    if cause is not None:
-        return _from_record(cause)
-    death = _with_rank(_first_cause(output.deaths), beats) if output.deaths else None
-    if death is not None and death.rank not in {record.get("rank") for record in records}:
-        return _from_death(death, beats, ended)
     stall = read_or_empty(folder.stalled_json)
-    if stall or (records and records[0].get("exit_code") == StalledError.exit_code):
+    if stall.get("by") == BY_LAUNCHER:
         return _from_stall(stall, records, beats)
-    if records:
-        return _from_record(records[0])
+    watched = first_exit(folder, beats)
+    own_ns = math.inf if own is None else utc_ns(own.get("utc")) or 0
+    if watched is not None and watched[0] < own_ns and watched[1] not in recorded:
+        return _from_death(output.death(watched[1]), beats, ended)
+    if own is not None:
+        return _from_record(own)
+    deaths = [each for each in (_with_rank(death, beats) for death in output.deaths) if each.rank not in recorded]
+    if (death := _first_cause(deaths, output.memory_event)) is not None:
+        return _from_death(death, beats, ended)
+    if stall or are_stalled:
+        return _from_stall(stall, records, beats)
+    if records or deaths:
+        return _from_record(records[0]) if records else _from_death(deaths[0], beats, ended)
     code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
     reason = output.cancel_reason or _error_line(ended) or last
     cause_class = classify_text(reason) or FailureCause.UNKNOWN
+    if cause_class in START_CAUSES and has_trained(beats):
+        cause_class = FailureCause.KILLED
     return Failure(RankFailedError.exit_code, f"ended with {code}", reason, cause_class=cause_class)
 
 
-def _first_cause(deaths: Sequence[Death]) -> Death:
-    """Return the first death, or if MPI only ended that rank because a peer was gone, that of the rank killed."""
-    first = deaths[0]
-    if not LOST_PEER.search(first.reason or ""):
+def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | None:
+    """Return the first death that a launcher did not bring about; None if there is none.
+
+    The kill of a rank goes before the errors that others met as its consequence, and may be reported after them. Of
+    the SIGKILLs that hydra lists by process it has sent most itself.
+    """
+
+    def order(death: Death) -> int:
+        if LOST_PEER.search(death.reason or ""):
+            return 3
+        is_listed = death.pid is not None and death.signal == signal.SIGKILL and death.reason is None
+        return 2 if is_listed else 0 if death.is_kill else 1
+
+    own = [death for death in deaths if not death.is_cleanup and death.signal != signal.SIGTERM]
+    memory = [death for death in own if death.reason == OUT_OF_MEMORY and death.rank is not None]
+    own = [death for death in own if death.reason != OUT_OF_MEMORY or death in memory]
+    first = min(own, key=order, default=None)
+    if first is None or first.signal != signal.SIGKILL:
         return first
-    return next((death for death in deaths if death.signal not in (None, signal.SIGTERM)), first)
+    if any(death.rank == first.rank for death in memory):
+        return replace(first, reason=OUT_OF_MEMORY)
+    return replace(first, reason=memory_event) if memory_event else first
+
+
+def has_trained(beats: Mapping[int, Beat]) -> bool:
+    """Return whether a rank has begun a step: then the launcher, MPI and the configuration were right."""
+    return any(beat.step >= 0 for beat in beats.values())
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:
@@ -127,15 +157,16 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
     return classify_text(f"{record['kind']}: {text}" if "kind" in record else text) or FailureCause.EXCEPTION
 
 
-def first_exit(folder: RunFolder, beats: Mapping[int, Beat]) -> tuple[int, int] | None:
+def first_exit(folder: RunFolder, beats: Mapping[int, Beat] | None = None) -> tuple[int, int] | None:
     """Return when in ns the first process ended that had not finished, and its rank; None if none has."""
     notes = read_notes(folder.path).items()
+    beats = read_beats(folder.path) if notes and beats is None else beats or {}
     return min(((ns, rank) for rank, ns in notes if rank not in beats or beats[rank].action != FINISHED), default=None)
 
 
 def has_failed_rank(folder: RunFolder) -> bool:
     """Return whether a rank left a record or ended without having finished."""
-    return bool(read_records(folder)) or first_exit(folder, read_beats(folder.path)) is not None
+    return bool(read_records(folder)) or first_exit(folder) is not None
 
 
 def read_records(folder: RunFolder) -> list[dict[str, Any]]:
@@ -151,8 +182,8 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
 
 def is_consequence(record: Mapping[str, Any]) -> bool:
     """Return whether a rank failed because another one had: it stalled, or its messages failed."""
-    cause = str(record.get("cause", ""))
-    return record.get("exit_code") == StalledError.exit_code or LOST_MESSAGES.search(cause) is not None
+    cause = f"{record.get('kind')}: {record.get('cause')}"
+    return record.get("exit_code") == StalledError.exit_code or CONSEQUENCE.search(cause) is not None
 
 
 def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]) -> int | None:
@@ -191,7 +222,7 @@ def _from_stall(stall: dict[str, Any], records: Sequence[dict[str, Any]], beats:
         return _from_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
     if "rank" not in root:
         root = asdict(beats[rank])
-    cause = str(first.get("cause") or "")
+    cause = str(first.get("cause") or stall.get("cause") or "")
     if found.get("rank") not in (None, rank):
         waited_s = found.get("waited_s")
         waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
@@ -205,8 +236,11 @@ def _from_stall(stall: dict[str, Any], records: Sequence[dict[str, Any]], beats:
 def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failure:
     what, cause = "ended", death.reason or (_error_line(ended) if death.exit_code else None)
     cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
+    if death.is_kill and death.reason is not None:  # the kernel's, for memory
+        cause_class = FailureCause.HOST_MEMORY
     if death.signal is not None:
-        what, cause_class = _killed_by(death.signal), FailureCause.KILLED
+        what = _killed_by(death.signal)
+        cause_class = FailureCause.KILLED if death.reason is None else cause_class
     elif death.exit_code:
         what = f"ended with exit code {death.exit_code}"
     beat = beats.get(death.rank) if death.rank is not None else None

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,11 +25,12 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
-from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.root_cause import RANK_CODES, find_failure, has_failed_rank, read_records
+from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
+from jobs.diagnosis.root_cause import find_failure, read_records
 from jobs.launch import own_job
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
+from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.launch.transaction import Work
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, job_spec
 from jobs.status.run_status import read_or_empty
@@ -39,10 +39,7 @@ from jobs.status.run_status import read_or_empty
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
 JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, own_job.REQUEUES_JSON, "logs")
 SWEEP_LIMIT_S = 120.0
-POLL_S = 1.0
-ABORT_LIMIT_S = 10.0
 BATCH_GRACE_S = 2.0  # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
-DEATH_LIMIT_S = 2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
 
 
 class StopRequest:
@@ -116,6 +113,7 @@ def launch(
         folder.write_status("running", **facts)
         output = LauncherOutput()
         stop_request = request or stack.enter_context(StopRequest())
+        watch = RankWatch(folder, job, spec.train.hang_timeout_s, output, lambda: stop_request.pass_on(folder))
         try:
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
@@ -124,9 +122,12 @@ def launch(
             stopped_early = _sweep(job, folder, environment) or probe_in_job(spec, job, folder, environment)
             ended = stopped_early or run_ranks(
                 argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
-                give_up=_abort_watch(folder, job, output, stop_request), echo=echo,
+                give_up=watch.is_over, echo=echo,
                 grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
             )  # fmt: skip
+            if is_gone(folder):
+                report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
+                return RankFailedError.exit_code
             if ended.stopped_by is None:
                 own_job.record_end(folder)
         except BaseException as error:
@@ -224,27 +225,6 @@ def _record_failure(
     if ended.stopped_by is None and has_traces:
         collect_traces()
     return failure.exit_code
-
-
-def _abort_watch(folder: RunFolder, job: JobSpec, output: LauncherOutput, request: StopRequest) -> Callable[[], bool]:
-    """Return a check whether a rank's failure has been known for too long: ABORT_LIMIT_S, DEATH_LIMIT_S by srun.
-
-    A rank's end before MPI starts ends nobody else. It is polled all the time, so it also passes a stop request on.
-    """
-    polled_s, deadline_s = 0.0, float("inf")
-
-    def is_overdue() -> bool:
-        nonlocal polled_s, deadline_s
-        request.pass_on(folder)
-        now_s = time.monotonic()
-        if deadline_s == float("inf") and now_s - polled_s > POLL_S:
-            polled_s = now_s
-            is_dead = job.launcher == "srun" and bool(output.deaths)
-            if is_dead or has_failed_rank(folder):
-                deadline_s = now_s + (DEATH_LIMIT_S if is_dead else ABORT_LIMIT_S)
-        return now_s > deadline_s
-
-    return is_overdue
 
 
 def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
@@ -95,6 +95,17 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
             advice = f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}"
             raise ConfigError("cluster.partition", name, "this SLURM has no such partition", advice)
     return tuple(_partition(by_name[name], tuple(each for each in kinds if each.partition == name)) for name in wanted)
+
+
+def node_names(partition: str | None) -> tuple[str, ...]:
+    """Return the nodes of a partition, or of all; raise SlurmUnavailableError if SLURM does not answer."""
+    chosen = [f"--partition={partition}"] if partition else []
+    return tuple(dict.fromkeys(query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()))
+
+
+def expand_nodes(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in a list that may hold SLURM's short forms, as in n[1-3]."""
+    return tuple(query_site("scontrol", "show", "hostnames", ",".join(names)).split()) if names else ()
 
 
 def max_nodes(names: str | None) -> int | None:

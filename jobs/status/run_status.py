@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import FINISHED, read_beats
+from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import is_alive_here
 from gems.utils.atomic_io import read_json
 from jobs.slurm.command import SlurmError
@@ -27,6 +27,7 @@ UNFINISHED = (SUBMITTING, *WAITING, "running")  # states in status.json of a run
 ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
 FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
 STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed
+LOOK_AGAIN_S = 2.5  # ranks that run show a sign of life every second
 SLOW = ("start", "load", "begin", "checkpoint")
 
 
@@ -36,8 +37,8 @@ class RunStatus:
 
     A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
     not asked for. `source` is where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
-    content of status.json, `sign_ns` the last sign of life; None for what is not known. `sources` names the source of a
-    guessed figure.
+    content of status.json, `sign_ns` the last progress, `beats` those of an open run; None for what is not known.
+    `sources` names the source of a guessed figure.
     """
 
     folder: RunFolder
@@ -52,13 +53,24 @@ class RunStatus:
     loss: float | None = None
     sign_ns: int | None = None
     action: str | None = None
-    has_ranks: bool = False
+    beats: Mapping[int, Beat] = field(default_factory=dict)
     are_ranks_done: bool = False
     hang_timeout_s: float = math.inf
     sources: Mapping[str, str] = field(default_factory=dict)
     start_utc: datetime | None = None
     job_name: str | None = None
     age_s: float | None = None
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks of an open run have left heartbeats."""
+        return bool(self.beats)
+
+    @property
+    def still_s(self) -> float:
+        """How long no rank had begun an action at the last sign of life, by the clock that the ranks share."""
+        begun_ns = max((beat.time_ns for beat in self.beats.values()), default=0)
+        return max(0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9)
 
     @property
     def recorded_state(self) -> str:
@@ -126,7 +138,7 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
             read[index] = read_recorded(run.folder)
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
     runs = (_submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting) for run in read)
-    return RunStatuses(tuple(runs), errors)
+    return RunStatuses(_look_again(list(runs)), errors)
 
 
 def _complete(folders: Sequence[RunFolder]) -> str | None:
@@ -146,6 +158,21 @@ def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
     if doubt is not None:
         return replace(run, is_guess=True, note=f"{where} has gone, and nobody can tell whether SLURM has the job")
     return _gone(run, PROCESS, f"{where} ended before SLURM had the job")
+
+
+def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
+    """Read the heartbeats of runs that seem stalled once more: nodes' clocks may differ from ours by any time."""
+    suspects = {run.folder.path for run in runs if run.state == "stalled" and run.beats}
+    if suspects:
+        time.sleep(LOOK_AGAIN_S)
+    judged = []
+    for run in runs:
+        if run.folder.path in suspects and (beats := read_beats(run.folder.path)) != run.beats:
+            moved = replace(run, beats=beats)
+            is_still = moved.still_s > run.hang_timeout_s
+            run = moved if is_still else replace(moved, state="running", note="", age_s=moved.still_s)
+        judged.append(run)
+    return tuple(judged)
 
 
 def read_recorded(folder: RunFolder) -> RunStatus:
@@ -173,7 +200,7 @@ def read_recorded(folder: RunFolder) -> RunStatus:
     is_slow = newest is None or newest.step < 0 or newest.action in SLOW
     limit_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
     return replace(
-        run, step=step, steps=steps, sources=sources, has_ranks=bool(beats),
+        run, step=step, steps=steps, sources=sources, beats=beats,
         images_per_s=_number(progress.get("images_per_s", result.get("images_per_s"))),
         loss=_number(progress.get("loss", result.get("last_loss"))),
         sign_ns=max((sign for sign in signs if sign is not None), default=None),
@@ -246,8 +273,8 @@ def _from_ranks(run: RunStatus, note: str) -> RunStatus:
 
 
 def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
-    """Judge by the last sign of life; clocks of nodes differ, so its age is never less than 0."""
-    state, age_s = "running", None if run.sign_ns is None else max(0.0, (time.time_ns() - run.sign_ns) / 1e9)
+    """Judge by the last progress; a clock of the ranks that is ahead of ours hides its age, but not `still_s`."""
+    state, age_s = "running", None if run.sign_ns is None else max(run.still_s, (time.time_ns() - run.sign_ns) / 1e9)
     if age_s is not None and not run.are_ranks_done and age_s > run.hang_timeout_s:
         last = f", the last in {run.action}" if run.action else ""
         state, note = "stalled", f"no rank has moved for {age_s:.0f} s{last}"

@@ -227,10 +227,13 @@ def test_a_failed_node_is_named_and_left_out(
     write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)})
     out, err = diagnose("one")
     assert f"{folder.path.name}: node failed. Node n2:" in out and "exclude node n2" in out
-    assert "node n2 of mini has failed once" in err and "14 days" in err
+    assert "node n2 of mini has failed once" in err and "excludes it after 2 failures" in err
     diagnose("one")
     (entry,) = NodeBlocklist(folder.path.parent).entries()
     assert (entry.node, entry.cluster, len(entry.runs), entry.run) == ("n2", "mini", 1, f"{folder.path.name} attempt 1")
+    failed(prepared("two"), "srun: error: Node failure on n2", state="running")
+    _, err = diagnose("two")
+    assert "node n2 of mini has failed 2 times" in err and "excludes it for 14 days" in err
     out, err = diagnose("--unblock", "n2")
     assert "unblocked: node n2" in out and NodeBlocklist(folder.path.parent).entries() == ()
     _, err = diagnose("--unblock", "n2", code=2)
@@ -243,6 +246,8 @@ def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: Wr
     assert of(folder).blamed_node is None
     write_failed(folder, 0, utc(1), "OSError: [Errno 116] Stale file handle")
     assert of(folder).blamed_node == "n1"
+    write_failed(folder, 1, utc(1), "OSError: [Errno 116] Stale file handle", node="n2")
+    assert of(folder).blamed_node is None, "what two nodes met is the file system's fault"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,9 @@ def test_json_and_the_file_hold_the_same(
     kept = json.loads((folder.path / "diagnosis.json").read_text())
     assert kept.pop("utc") and kept == printed
     assert (printed["cause"], printed["rank"], printed["resume_step"]) == ("exception", 1, 10)
-    assert printed["evidence"][0] == {"source": "FAILED.rank0001.json", "cause": "exception", "text": "ValueError: bad"}
+    assert printed["evidence"][0] == {
+        "source": "FAILED.rank0001.json", "cause": "exception", "text": "ValueError: bad", "is_consequence": False,
+    }  # fmt: skip
     assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["not_asked"])
 
 
@@ -426,3 +433,52 @@ def test_a_killed_rank_goes_before_those_whose_messages_failed(prepared: Prepare
     write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
     told = of(folder)
     assert (told.cause, told.rank, told.node) == (FailureCause.KILLED, 2, "n2")
+
+
+OFI = (
+    "Exception: Other MPI error, error stack: internal_Start(82): MPI_Start(request=0x7f0a6b3b7c10) failed "
+    "MPIDI_OFI_send(417): OFI call tinjectdata failed (default nic=eth0: Input/output error)"
+)
+
+
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [
+        ("", FailureCause.KILLED),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM Killed.\n",
+         FailureCause.HOST_MEMORY),
+    ],
+)  # fmt: skip
+def test_what_others_met_when_a_rank_was_killed_is_named_as_its_consequence(
+    prepared: Prepared, write_failed: WriteFailed, event: str, cause: FailureCause
+) -> None:
+    folder = failed(
+        prepared(), f"0: mpi4py.MPI.{OFI}", "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)",
+        "0: OSError: [Errno 5] Input/output error", "srun: error: PMIX ERROR: UNREACHABLE in file ptl_tcp.c",
+        "0: Abort(4) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 0",
+        "srun: error: n1: task 0: Exited with exit code 4", "srun: error: n2: task 1: Out Of Memory" if event else
+        "srun: error: n2: task 1: Bus error", batch=event, exit_code=4, cause=OFI, rank=0, node="n1",
+    )  # fmt: skip
+    for rank in range(2):
+        beat(folder, rank, 7, f"{rank}F3", node=f"n{rank + 1}")
+    write_failed(folder, 0, utc(3), OFI, kind="Exception", cause_class="exception")
+    told = of(folder)
+    assert (told.cause, told.rank, told.node, told.blamed_node) == (cause, 1, "n2", None)
+    assert "A consequence only: rank 0 on node n1 failed with Exception: Other MPI error" in told.paragraph()
+    assert any(each["is_consequence"] for each in told.to_dict()["evidence"])
+
+
+def test_a_network_error_alone_is_no_file_systems_fault(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared(), "0: MPIDI_OFI_send(417): OFI call tinjectdata failed (Input/output error)")
+    write_failed(folder, 0, utc(3), OFI, kind="Exception", cause_class="exception")
+    told = of(folder)
+    assert (told.cause, told.rank, told.blamed_node) == (FailureCause.EXCEPTION, 0, None)
+
+
+def test_a_launcher_lost_in_training_needs_no_other_configuration(prepared: Prepared) -> None:
+    line = "[n1:4242] OPAL ERROR: Unreachable in file pmix3x_client.c at line 111"
+    folder = failed(prepared(), line, cause=line)
+    assert of(folder).cause is FailureCause.WRONG_MPI
+    beat(folder, 0, 3, "0F1")
+    told = of(folder)
+    assert told.cause is FailureCause.KILLED and "resubmit" in told.advice[-1]

@@ -18,6 +18,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from jobs.launch import launch as launch_module
+from jobs.launch import rank_watch
 from jobs.launch.launch import JOB_FILES, collect, launch
 from tests.jobs.job_helpers import wait_until
 
@@ -120,7 +121,7 @@ def test_a_failed_rank_whose_abort_reaches_nobody(
     tiny: Tiny, collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, spec = tiny(TINY="linger:1", CODE="2")
-    monkeypatch.setattr(launch_module, "ABORT_LIMIT_S", 0.5)
+    monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
     assert launch(folder, spec) == 2
     assert folder.read_status()["rank"] == 1
 
@@ -129,7 +130,7 @@ def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
     tiny: Tiny, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, spec = tiny(TINY="early:2")
-    monkeypatch.setattr(launch_module, "ABORT_LIMIT_S", 0.5)
+    monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
     assert launch(folder, spec) == 4
     (line,) = lines_of_jobs(capfd.readouterr().err)
     assert line.startswith("jobs: rank 2 ended with exit code 1: ImportError: no such library; ")

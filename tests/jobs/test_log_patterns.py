@@ -59,6 +59,13 @@ LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 D
         ("/var/spool/slurmd/job00007/slurm_script: line 9: module: command not found", FailureCause.LAUNCHER),
         ("KeyError: 'label'", FailureCause.EXCEPTION),
         ("mpi4py.MPI.Exception: Other MPI error, error stack:", FailureCause.EXCEPTION),
+        ("0: MPIDI_OFI_send(417): OFI call tinjectdata failed (default nic=eth0: Input/output error)",
+        FailureCause.EXCEPTION),
+        ("0: MPIDI_OFI_handle_cq_error(788): OFI poll failed (default nic=eth0: Input/output error)",
+        FailureCause.EXCEPTION),
+        ("[1732.1] UCX  ERROR ibv_create_qp failed: Cannot allocate memory", FailureCause.EXCEPTION),
+        ("OSError: [Errno 28] Can't write data (file write failed: errno = 28, error message = 'No space left on "
+         "device')", FailureCause.FILE_SYSTEM),
     ],
 )  # fmt: skip
 def test_words_of_each_class(line: str, cause: FailureCause) -> None:
@@ -71,7 +78,8 @@ def test_words_of_each_class(line: str, cause: FailureCause) -> None:
     [
         "hello from 3", "step 12 loss 0.61", "1: UserWarning: Error bars are not drawn",
         "[rank 0] ERROR failed on node n1 in step 3, action 0F1: StalledError", "StalledError: nothing came",
-        "slurmstepd: error: task 3 ended", "NVRM: Xid (PCI:0000:c1:00): 13, Graphics Exception",
+        "slurmstepd: error: task 3 ended", "cat: write error: No space left on device",
+        "NVRM: Xid (PCI:0000:c1:00): 13, Graphics Exception",
     ],
 )  # fmt: skip
 def test_other_words_tell_nothing(line: str) -> None:
@@ -88,7 +96,12 @@ def test_a_line_gives_its_rank_node_and_time() -> None:
 
 
 def test_what_may_follow_from_a_rank_that_is_gone_is_marked() -> None:
-    for line in ("mpi4py.MPI.Exception: Other MPI error", "ConnectionResetError: [Errno 104]", "MPICH ERROR [Rank 1]"):
+    for line in (
+        "mpi4py.MPI.Exception: Other MPI error",
+        "ConnectionResetError: [Errno 104]",
+        "MPICH ERROR [Rank 1]",
+        "OFI call tsend failed (nic=hsn0: Input/output error)",
+    ):
         found = scan_line(line, "log")
         assert found is not None and found.may_follow, line
     own = scan_line("ValueError: bad", "log")

@@ -33,6 +33,8 @@ def test_a_failure_counts_once(tmp_path: Path) -> None:
     assert entry is not None and len(entry.runs) == 2
     nodes.add("other", "n2", "device failed", "b attempt 1", utc())
     assert [(e.cluster, e.node, len(e.runs)) for e in nodes.entries()] == [("mini", "n2", 2), ("other", "n2", 1)]
+    assert [entry.node for entry in nodes.blocked("mini")] == ["n2"] and nodes.blocked("other") == ()
+    assert nodes.note("other") is None, "one failure may be a coincidence"
     assert nodes.note("mini") == ("runs have failed on node n2 of mini; to exclude it: cluster.exclude=[n2]")
     assert [e.node for e in nodes.remove("n2")] == ["n2", "n2"] and nodes.entries() == ()
 

@@ -87,8 +87,9 @@ def test_bad_nodes_of_its_cluster_are_left_out(prepared: Prepared, resubmit: Res
     folder = prepared()
     nodes = NodeBlocklist(folder.path.parent)
     now = folder.read_status()["updated_utc"]
-    nodes.add("mini", "n2", "device failed", "x", now)
-    nodes.add("frontier", "n7", "device failed", "x", now)
+    for cluster, node, run in (("mini", "n2", "x"), ("mini", "n2", "y"), ("mini", "n3", "x"), ("frontier", "n7", "x"),
+                               ("frontier", "n7", "y")):  # fmt: skip
+        nodes.add(cluster, node, "device failed", run, now)
     out, _ = resubmit("one", "cluster.exclude=[n5]")
     assert out.endswith("without nodes n5, n2, from its start\n")
     assert sent[0].cluster.exclude == ["n5", "n2"] and RunFolder.of(sent[0]) == folder
@@ -98,9 +99,31 @@ def test_a_node_that_has_just_failed_is_noted_on_the_way(
     prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
     folder = prepared()
+    NodeBlocklist(folder.path.parent).add("mini", "n1", "device failed", "x", folder.read_status()["updated_utc"])
     folder.logs.joinpath("ranks.log").write_text("srun: error: Node failure on n1\n")
     out, err = resubmit("one")
-    assert "without node n1" in out and sent[0].cluster.exclude == ["n1"] and "has failed once" in err
+    assert "without node n1" in out and sent[0].cluster.exclude == ["n1"] and "has failed 2 times" in err
+
+
+def test_too_few_nodes_left_are_told(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], slurm: FakeSlurm
+) -> None:
+    folder = prepared()
+    for run in "xy":
+        NodeBlocklist(folder.path.parent).add("mini", "n2", "device failed", run, folder.read_status()["updated_utc"])
+    slurm.says("scontrol", "n2")
+    slurm.says("sinfo", "n1", "n2", "n3")
+    assert "without node n2" in resubmit("one")[0]
+    slurm.says("sinfo", "n1", "n2")
+    folder.write_status("failed", cause="ValueError: bad", exit_code=4)
+    out, _ = resubmit("one", code=2)
+    assert out.endswith(
+        "refused, cluster.exclude=n2: leaves 1 of the 2 nodes of partition debug, and the run needs 2; "
+        "a node that is sound: jobs diagnose --unblock n2\n"
+    )
+    assert len(sent) == 1 and slurm.asked()[-2:] == [
+        "sinfo --all --noheader --Node --partition=debug --format=%N", "scontrol show hostnames n2",
+    ]  # fmt: skip
 
 
 def test_keys_that_are_part_of_the_run_give_it_a_new_folder(

@@ -84,6 +84,103 @@ def test_killed_rank_goes_before_one_whose_mpi_lost_it(folder: RunFolder) -> Non
     assert find_failure(folder, heard(LOST, *after), ended(137)).rank == 0
 
 
+# What rank 0 meets when the kernel or a user has killed rank 1: the network's errno reads like a file system's.
+NETWORK_ERROR = (
+    "Exception: Other MPI error, error stack: internal_Start(82): MPI_Start(request=0x7f0a6b3b7c10) failed "
+    "MPIDI_OFI_send(417): OFI call tinjectdata failed (default nic=eth0: Input/output error)"
+)
+KILLED_1 = "srun: error: n2: task 1: Killed"
+AFTER_IT = (
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.0",
+    "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-25T20:17:31 ***",
+    "0: Abort(4) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 0",
+    "srun: error: n1: task 0: Exited with exit code 4",
+)  # fmt: skip
+EVENT_22 = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed."
+EVENT_20 = (
+    "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0 cgroup. Some of your processes may have been killed "
+    "by the cgroup out-of-memory handler."
+)
+KERNEL = (
+    "[86401.1] Memory cgroup out of memory: Killed process 111 (python) total-vm:92031244kB, anon-rss:67108864kB, "
+    "file-rss:1024kB, shmem-rss:0kB, UID:1000 pgtables:131072kB oom_score_adj:0"
+)
+KERNEL_TASK = (
+    "[86401.0] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=step_0,mems_allowed=0-1,"
+    "oom_memcg=/system.slice/slurmstepd.scope/job_7/step_0,task_memcg=/x/job_7/step_0/user/task_1,task=python,pid=111,"
+    "uid=1000"
+)
+KERNEL_OF_NODE = (
+    "[86401.1] Out of memory: Killed process 111 (python) total-vm:9203124kB, anon-rss:6710886kB, file-rss:0kB"
+)
+KERNEL_OF_OTHERS = "[86401.1] Out of memory: Killed process 4 (firefox) total-vm:9203124kB, anon-rss:6710886kB"
+
+
+@pytest.mark.parametrize(
+    ("lines", "what", "cause_class"),
+    [
+        ((KILLED_1, *AFTER_IT), "was killed by signal 9 (SIGKILL)", "killed"),
+        ((*AFTER_IT[:2], KILLED_1, *AFTER_IT[2:]), "was killed by signal 9 (SIGKILL)", "killed"),
+        ((KERNEL_OF_OTHERS, KILLED_1, *AFTER_IT), "was killed by signal 9 (SIGKILL)", "killed"),
+        (("srun: error: n2: task 1: Bus error (core dumped)", *AFTER_IT), "was killed by signal 7 (SIGBUS)", "killed"),
+        (("srun: error: n2: task 1: Aborted (core dumped)", *AFTER_IT), "was killed by signal 6 (SIGABRT)", "killed"),
+        (("srun: error: n2: task 1: Exited with exit code 137", *AFTER_IT), "was killed by signal 9 (SIGKILL)",
+         "killed"),
+        ((EVENT_22, KILLED_1, *AFTER_IT), f"was killed by signal 9 (SIGKILL): {EVENT_22}", "out of memory on host"),
+        ((KILLED_1, *AFTER_IT, EVENT_20), f"was killed by signal 9 (SIGKILL): {EVENT_20}", "out of memory on host"),
+        (("srun: error: n2: task 1: Out Of Memory", *AFTER_IT), "ended: Out Of Memory", "out of memory on host"),
+        ((*AFTER_IT, "srun: error: n2: task 1: Out Of Memory"), "ended: Out Of Memory", "out of memory on host"),
+        *(((*AFTER_IT, line), "was killed by signal 9 (SIGKILL): Out Of Memory", "out of memory on host")
+          for line in (KERNEL, KERNEL_TASK, KERNEL_OF_NODE)),
+    ],
+)  # fmt: skip
+def test_a_killed_rank_goes_before_the_network_error_of_another(
+    folder: RunFolder, write_failed: Callable[..., None], lines: tuple[str, ...], what: str, cause_class: str
+) -> None:
+    beat(folder, 0, 110, "n1", 7, "0SEND_F2")
+    beat(folder, 1, 111, "n2", 7, "1B1")
+    write_failed(folder, 0, "2026", NETWORK_ERROR, kind="Exception")
+    failure = find_failure(folder, heard(*lines), ended(137))
+    position, _, why = what.partition(": ")
+    where = f"{position} in step 7, action 1B1" + (f": {why}" if why else "")
+    assert failure.describe() == f"rank 1 on node n2 {where}"
+    assert failure.cause_class == cause_class
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [(*AFTER_IT, KILLED_1), ("gems: the launcher ends the ranks: a rank has failed, and others go on", KILLED_1)],
+)
+def test_a_kill_by_the_launcher_is_nobodys_fault(
+    folder: RunFolder, write_failed: Callable[..., None], lines: tuple[str, ...]
+) -> None:
+    beat(folder, 1, 111, "n2", 7, "1B1")
+    write_failed(folder, 0, "2026", NETWORK_ERROR, kind="Exception")
+    failure = find_failure(folder, heard(*lines), ended(137))
+    assert (failure.rank, failure.cause_class) == (0, "exception"), "a network's error is none of a file system"
+
+
+def test_a_stall_that_the_launcher_found_goes_before_its_own_kills(folder: RunFolder) -> None:
+    for rank in range(2):
+        beat(folder, rank, 110 + rank, f"n{rank}", 7, f"{rank}F3")
+    witness(folder, rank0000=1)
+    root = {"rank": 1, "node": "n1", "pid": 111, "step": 7, "action": "1F3", "state": "works"}
+    cause = "no rank has shown a sign of life for 28 s"
+    (folder.path / "STALLED.json").write_text(json.dumps({"by": "launcher", "roots": [root], "cause": cause}))
+    failure = find_failure(folder, heard("srun: error: n2: task 0: Killed"), ended(137))
+    assert failure.exit_code == 5
+    assert failure.describe() == f"rank 1 on node n1 stopped moving in step 7, action 1F3: {cause}"
+
+
+@pytest.mark.parametrize(("step", "cause_class"), [(-1, "wrong MPI"), (0, "killed")])
+def test_a_launcher_that_is_lost_after_the_start_is_no_configuration_fault(
+    folder: RunFolder, step: int, cause_class: str
+) -> None:
+    beat(folder, 0, 110, "n1", step, "begin")
+    line = "[n1:4242] OPAL ERROR: Unreachable in file pmix3x_client.c at line 111"
+    assert find_failure(folder, heard(line), ended(1, line)).cause_class == cause_class
+
+
 def test_stalled_rank_is_named_when_the_others_were_cleaned_up(
     folder: RunFolder, write_failed: Callable[..., None]
 ) -> None:
@@ -126,8 +223,9 @@ def test_last_words_when_nobody_is_named(folder: RunFolder) -> None:
     )
 
 
-def test_killed_launcher_is_no_ranks_fault(folder: RunFolder) -> None:
+def test_killed_launcher_is_no_ranks_fault(folder: RunFolder, write_failed: Callable[..., None]) -> None:
     beat(folder, 0, 50, "n1", 3, "0F1")
+    write_failed(folder, 1, "2026", NETWORK_ERROR, kind="Exception")
     folder.path.joinpath("witness").mkdir()
     folder.path.joinpath("witness", "rank0000").write_text("1")
     failure = find_failure(folder, heard(), ended(-9))

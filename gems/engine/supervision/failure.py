@@ -15,15 +15,16 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
 from gems.engine.supervision.out_of_memory import explain_out_of_memory
-from gems.errors import ConfigError, GemsError, RankFailedError
+from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, read_beat
+from gems.runs.heartbeat import Beat, now_ns, read_beat
 from gems.schedule.action import Action
 from gems.utils.atomic_io import write_json
 from gems.utils.host_memory import rss_bytes
 
 FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
+LOST_PEER_S = 2.0  # meanwhile the launcher reports the death that this rank's lost messages may be a consequence of
 DUMP_S = 3.0  # other ranks check for a hang every two seconds, and need a moment to write their stacks
 END_LIMIT_S = 30.0
 MAX_LINES = 200
@@ -77,9 +78,10 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
 
 def rank_facts(rank: int, beat: Beat | None) -> dict[str, Any]:
     """Return who and where this rank is, for a record of its end."""
+    utc = datetime.fromtimestamp(now_ns() / 1e9, UTC).isoformat(timespec="milliseconds")
     return {
         "rank": rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
-        "action": beat.action if beat else "start", "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "action": beat.action if beat else "start", "utc": utc,
     }  # fmt: skip
 
 
@@ -116,9 +118,13 @@ def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
         faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
-def abort_all_ranks(code: int, wait_s: float = FLUSH_S) -> NoReturn:
-    """End all ranks of the job, through MPI if it runs; from the main thread."""
-    time.sleep(wait_s)
+def abort_all_ranks(code: int, error: BaseException) -> NoReturn:
+    """End all ranks of the job after an error, through MPI if it runs; from the main thread.
+
+    MPI_Abort kills the other ranks, after which nobody can tell whether one of them had been killed before.
+    """
+    is_of_mpi = type(error).__module__.startswith("mpi4py")
+    time.sleep(DUMP_S if code == StalledError.exit_code else LOST_PEER_S if is_of_mpi else FLUSH_S)
     with contextlib.suppress(BaseException):
         from gems.engine.transport.mpi import abort
 

@@ -34,7 +34,7 @@ from gems.engine.supervision.failure import DUMP_S, ensure_exit, rank_facts, rep
 from gems.engine.transport.polling import WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, Heartbeat, read_beat
+from gems.runs.heartbeat import Beat, Heartbeat, now_ns, read_beat
 from gems.runs.wait_graph import SILENT_AFTER_S, WaitGraph, parse_action, waiting_chain
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
@@ -185,10 +185,10 @@ class Watchdog:
         try:
             what = self._wait_state.what
             self._heartbeat.live("" if what is None else str(what), self._moved_ns)
-            now_ns = time.time_ns()
+            at_ns = now_ns()
             beats = RankHeartbeats(self._folder, self._num_ranks)
-            graph = WaitGraph(self._schedule, beats, now_ns, self._silent_s)
-            return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in graph.held_up_by(self._rank))
+            graph = WaitGraph(self._schedule, beats, at_ns, self._silent_s)
+            return any((at_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in graph.held_up_by(self._rank))
         except Exception as error:
             _log.warning("cannot find out which ranks make progress: %r", error)
             return False
@@ -217,7 +217,7 @@ class Watchdog:
         what, beat = self._wait_state.what, self._heartbeat.last()
         seen = (beat.time_ns if beat else 0, self._wait_state.count, what is None)
         if seen != self._last_seen:
-            self._last_seen, self._moved_ns = seen, time.time_ns()
+            self._last_seen, self._moved_ns = seen, now_ns()
             self._still_s = self._over_s = 0.0
         else:
             self._still_s += passed_s
@@ -265,13 +265,13 @@ class Watchdog:
             json.dump(document, file)
         # read before the signals, which may wake up a rank that hangs
         beats = RankHeartbeats(self._folder, self._num_ranks).known() if is_first else {}
-        now_ns = time.time_ns()
+        at_ns = now_ns()
         self._dump("hangs", raised)
         request_stacks(self._peers, self._rank)
         if not is_first:
             return None
         try:
-            chain = waiting_chain(self._schedule, beats, now_ns, self._silent_s)
+            chain = waiting_chain(self._schedule, beats, at_ns, self._silent_s)
             waits_for = chain.text(self._rank)
             roots = [asdict(root) | {"state": root.state.value} for root in chain.roots[:SHOWN_ROOTS]]
             more = {"waits_for": waits_for, "roots": roots, "cycle": list(chain.cycle)}
