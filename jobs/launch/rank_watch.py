@@ -102,7 +102,7 @@ class RankWatch:
         cause = f"no rank has shown a sign of life for {self._still_s:.0f} s"
         document = {
             "by": BY_LAUNCHER, "utc": now_utc("milliseconds"), "waited_s": round(self._still_s, 1), "cause": cause,
-            "roots": roots, **({"waits_for": chain.text(), "cycle": list(chain.cycle)} if chain else {}),
+            "roots": roots, **({"waits_for": chain.text()} if chain and len(chain.roots) < len(self._beats) else {}),
         }  # fmt: skip
         with contextlib.suppress(OSError), self._folder.stalled_json.open("x") as file:
             json.dump(document, file)

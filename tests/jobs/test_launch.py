@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,48 @@ def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
     assert launch(folder, spec) == 4
     (line,) = lines_of_jobs(capfd.readouterr().err)
     assert line.startswith("jobs: rank 2 ended with exit code 1: ImportError: no such library; ")
+
+
+def test_ranks_that_are_all_stopped_have_stalled(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, spec = tiny(TINY="wait:none")
+    spec = replace(spec, train=replace(spec.train, hang_timeout_s=1.0))
+    monkeypatch.setattr(rank_watch, "MARGIN_S", 0.5)
+    monkeypatch.setattr(rank_watch, "PHASE_FACTOR", 60.0)
+
+    def stop() -> None:
+        wait_until(lambda: at_step_12(folder))
+        for rank in range(4):
+            beat = read_beat(folder.heartbeat(rank))
+            assert beat is not None
+            os.kill(beat.pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    code = launch(folder, spec)
+    stopper.join()
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert (code, folder.read_status()["exit_code"]) == (5, 5)
+    assert re.search(r"rank \d on node \S+ stopped moving in step 12, .*: no rank has shown a sign of life for", line)
+
+
+def test_a_run_folder_that_is_gone_ends_the_run_with_one_line(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny(TINY="wait:none")
+
+    def remove() -> None:
+        wait_until(lambda: at_step_12(folder))
+        shutil.rmtree(folder.path)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    code = launch(folder, spec)
+    remover.join()
+    assert code == 4 and collected == [] and not folder.path.exists()
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert line == f"jobs: the run folder {folder.path} is gone: the run has been ended"
 
 
 def test_failure_without_traces_points_to_the_log(

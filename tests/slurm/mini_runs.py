@@ -102,17 +102,17 @@ def job_fields(mini_slurm: MiniSlurm, job: str) -> dict[str, str]:
     return fields
 
 
-def beats(folder: RunFolder) -> list[Beat]:
-    read = [read_beat(folder.heartbeat(rank)) for rank in range(4)]
+def beats(folder: RunFolder, num_ranks: int = 4) -> list[Beat]:
+    read = [read_beat(folder.heartbeat(rank)) for rank in range(num_ranks)]
     return [beat for beat in read if beat is not None]
 
 
-def wait_for_step(folder: RunFolder, step: int) -> None:
+def wait_for_step(folder: RunFolder, step: int, num_ranks: int = 4) -> None:
     """Wait until every rank has come to a step."""
 
     def are_there() -> bool:
         assert folder.read_status()["state"] not in ENDED, said(folder)
-        return sum(beat.step >= step for beat in beats(folder)) == 4
+        return sum(beat.step >= step for beat in beats(folder, num_ranks)) == num_ranks
 
     def seen() -> str:
         commands = (["squeue"], ["sinfo", "-N", "-l"], ["ps", "-eo", "pid,ppid,stat,time,wchan:20,args"])

@@ -22,7 +22,7 @@ from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.slurm.fault_table import ROWS, Fault
-from tests.slurm.mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
+from tests.slurm.mini_runs import beats, jobs, lines_of_jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -65,9 +65,9 @@ def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., t
 def going(submit: Callable[..., tuple[str, RunFolder]]) -> Callable[..., tuple[str, RunFolder]]:
     """Submit an endless run, and waits until it is in its steps."""
 
-    def going(*words: str) -> tuple[str, RunFolder]:
-        job, folder = submit(*ENDLESS, *words)
-        wait_for_step(folder, 7)
+    def going(*words: str, num_ranks: int = 4) -> tuple[str, RunFolder]:
+        job, folder = submit(*ENDLESS, f"parallel.partitions={num_ranks}", *words)
+        wait_for_step(folder, 7, num_ranks)
         return job, folder
 
     return going
@@ -145,6 +145,77 @@ def test_a_rank_is_killed(preempt_slurm: MiniSlurm, going: Callable[..., tuple[s
     assert told["resume_step"] == status["step"] // 5 * 5 or told["resume_step"] == steps // 5 * 5
     assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "4:0")
     check_trace(folder, steps)
+
+
+# srun as it reports a rank that the kernel killed for its memory; the mini cluster has no cgroups.
+SRUN_WITH_CGROUPS = r"""#!/bin/bash
+event='slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.'
+exec {srun} "$@" 2> >(exec sed -u -E "s/^(srun: error: [^:]+: tasks? [0-9,-]+): Killed$/$event\\n\\1: {what}/" >&2)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGBUS", "SIGABRT", "out of memory"])
+def test_whoever_is_killed_is_named_and_no_neighbour(
+    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, fault: str, num_ranks: int,
+) -> None:  # fmt: skip
+    is_memory = fault == "out of memory"
+    if is_memory:
+        srun = tmp_path / "bin" / "srun"
+        srun.parent.mkdir()
+        what = "Out Of Memory" if num_ranks == 2 else "Killed"
+        srun.write_text(SRUN_WITH_CGROUPS.format(srun=shutil.which("srun"), what=what))
+        srun.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{srun.parent}{os.pathsep}{os.environ['PATH']}")
+    job, folder = going(num_ranks=num_ranks)
+    rank = num_ranks - 1
+    victim = beats(folder, num_ranks)[rank]
+    os.kill(victim.pid, signal.SIGKILL if is_memory else signal.Signals[fault])
+    found = ended(preempt_slurm, f"{fault}, 1 of {num_ranks} ranks", job, folder, 40)
+    status, told = found["status"], found["told"]
+    assert (status["exit_code"], status["rank"], status["node"]) == (4, rank, victim.node), said(folder)
+    cause = "out of memory on host" if is_memory else "killed"
+    assert (told["cause"], told["rank"], told["node"]) == (cause, rank, victim.node)
+    assert told["blamed_node"] is None and not (folder.path.parent / "bad_nodes.json").exists()
+
+
+AHEAD = """
+import time
+now, now_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: now() + 3600, lambda: now_ns() + 3600 * 10**9
+"""
+
+
+def test_all_ranks_are_stopped_whose_clock_is_an_hour_ahead(
+    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AHEAD)
+    words = [f"+cluster.environment.PYTHONPATH={tmp_path}", f"train.hang_timeout_s={STALL_LIMIT_S}"]
+    job, folder = going(*words, num_ranks=2)
+    stopped = beats(folder, 2)
+    assert all(beat.time_ns > time.time_ns() + 3000 * 10**9 for beat in stopped)
+    for beat in stopped:
+        os.kill(beat.pid, signal.SIGSTOP)
+    found = ended(preempt_slurm, "all ranks SIGSTOPped, clock +1 h", job, folder, STALL_LIMIT_S + 60)
+    status, told = found["status"], found["told"]
+    assert (status["state"], status["exit_code"], found["fields"]["ExitCode"]) == ("failed", 5, "5:0"), said(folder)
+    assert told["cause"] == "stalled" and told["node"] == stopped[told["rank"]].node
+    assert found["seconds"] < STALL_LIMIT_S + 30
+
+
+def test_the_run_folder_is_moved_away(
+    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]], tmp_path: Path
+) -> None:
+    job, folder = going(num_ranks=2)
+    since_s = time.monotonic()
+    moved = RunFolder(folder.path.rename(tmp_path / "moved"))
+    resting = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    wait_until(lambda: job_fields(preempt_slurm, job)["JobState"] in resting, 40, "the job trains on")
+    fields, (line,) = job_fields(preempt_slurm, job), lines_of_jobs(moved)
+    assert line == f"jobs: the run folder {folder.path} is gone: the run has been ended"
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "4:0")
+    ROWS.append(Fault("run folder gone", "-", 4, fields["JobState"], time.monotonic() - since_s, None, line))
 
 
 def test_a_rank_is_stopped(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
