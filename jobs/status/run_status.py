@@ -169,8 +169,7 @@ def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
     for run in runs:
         if run.folder.path in suspects and (beats := read_beats(run.folder.path)) != run.beats:
             moved = replace(run, beats=beats)
-            is_still = moved.still_s > run.hang_timeout_s
-            run = moved if is_still else replace(moved, state="running", note="", age_s=moved.still_s)
+            run = _by_age(moved, run.source, "", moved.still_s)
         judged.append(run)
     return tuple(judged)
 
@@ -274,8 +273,14 @@ def _from_ranks(run: RunStatus, note: str) -> RunStatus:
 
 def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
     """Judge by the last progress; a clock of the ranks that is ahead of ours hides its age, but not `still_s`."""
-    state, age_s = "running", None if run.sign_ns is None else max(run.still_s, (time.time_ns() - run.sign_ns) / 1e9)
-    if age_s is not None and not run.are_ranks_done and age_s > run.hang_timeout_s:
+    if run.sign_ns is None:
+        return replace(run, state="running", source=source, note=note, age_s=None)
+    return _by_age(run, source, note, max(run.still_s, (time.time_ns() - run.sign_ns) / 1e9))
+
+
+def _by_age(run: RunStatus, source: str, note: str, age_s: float) -> RunStatus:
+    state = "running"
+    if not run.are_ranks_done and age_s > run.hang_timeout_s:
         last = f", the last in {run.action}" if run.action else ""
         state, note = "stalled", f"no rank has moved for {age_s:.0f} s{last}"
     return replace(run, state=state, source=source, note=note, age_s=age_s)

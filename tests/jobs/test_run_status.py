@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from gems.engine.supervision.progress import Progress
+from gems.runs import heartbeat as heartbeat_module
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
+from jobs.status import run_status
 from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -254,3 +256,27 @@ def test_who_lives_here() -> None:
     assert is_alive_here(me | {"host": "elsewhere"}) is None
     assert is_alive_here(me | {"pid": "7; ls"}) is False
     assert is_alive_here(me | {"pid": -1}) is False
+
+
+@pytest.mark.parametrize("behind_s", [3600, -3600])
+@pytest.mark.parametrize(("waits_s", "state"), [(5, "running"), (200, "stalled")])
+def test_a_clock_of_the_ranks_that_is_an_hour_off_changes_nothing(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, behind_s: int, waits_s: int, state: str
+) -> None:
+    """They show signs of life, and began their action some seconds before by the clock that they share."""
+    folder = prepared()
+    folder.write_status("running", pid=os.getpid(), host=os.uname().nodename)
+    now_ns = time.time_ns() - behind_s * 10**9
+    heartbeat = Heartbeat(folder.heartbeat(0))
+    monkeypatch.setattr(heartbeat_module, "now_ns", lambda: now_ns - waits_s * 10**9)
+    heartbeat.beat(7, "0F1")
+    signs = iter(range(100))
+    monkeypatch.setattr(heartbeat_module, "now_ns", lambda: now_ns + next(signs))
+    heartbeat.live()
+
+    def sleep(seconds: float) -> None:
+        heartbeat.live()
+
+    monkeypatch.setattr(run_status.time, "sleep", sleep)
+    found = of(folder)
+    assert (found.state, round(found.age_s or 0)) == (state, waits_s)

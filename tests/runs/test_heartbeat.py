@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gems.runs.heartbeat import SIZE_BYTES, Heartbeat, read_beat
+from gems.runs import heartbeat as heartbeat_module
+from gems.runs.heartbeat import SIZE_BYTES, Heartbeat, read_beat, set_clock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,3 +124,18 @@ def test_a_killed_rank_leaves_its_last_mark(tmp_path: Path) -> None:
     beat = read_beat(path)
     assert beat is not None
     assert (beat.pid, beat.step, beat.action) == (process.pid, 4, "1B2")
+
+
+def test_ranks_share_the_clock_of_the_first_even_where_their_own_is_set_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "_clock_ns", 0)
+    first_ns = time.time_ns() + 3600 * 10**9
+    set_clock(first_ns)
+    heartbeat = Heartbeat(tmp_path / "beat")
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    heartbeat.beat(3, "1B2")
+    heartbeat.live()
+    beat = heartbeat.last()
+    assert beat is not None and first_ns <= beat.time_ns <= beat.alive_ns < first_ns + 60 * 10**9
+    heartbeat.close()
