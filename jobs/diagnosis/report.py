@@ -317,7 +317,7 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
         case FailureCause.HOST_MEMORY:
             return _host_memory(spec)
         case FailureCause.NODE | FailureCause.DEVICE:
-            return (f"exclude node {node}: {again}" if node else again,)
+            return (f"exclude node {node}: {command} cluster.exclude=[{node}]{resumes}" if node else again,)
         case FailureCause.TIME_LIMIT:
             minutes = f"={2 * spec.cluster.minutes}" if spec is not None else ""
             return (f"{command} cluster.minutes{minutes}{resumes}", *checkpoints)

@@ -14,7 +14,15 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from gems.engine.supervision.failure import describe_cause, report_failure, stage_number
+from gems.engine.supervision import failure
+from gems.engine.supervision.failure import (
+    FLUSH_S,
+    LOST_PEER_S,
+    abort_all_ranks,
+    describe_cause,
+    report_failure,
+    stage_number,
+)  # fmt: skip
 from gems.engine.transport.environment import launched_rank
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
 from gems.runs.failure_cause import FailureCause, classify_error
@@ -184,3 +192,22 @@ def test_a_record_is_whole_or_not_there(tmp_path):
     report_failure(RunFolder(tmp_path), 0, raised(ValueError("x" * 100_000)))
     assert [path.name for path in tmp_path.iterdir()] == ["FAILED.rank0000.json"]
     json.loads((tmp_path / "FAILED.rank0000.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "waited_s"), [(MPI.Exception(MPI.ERR_OTHER), LOST_PEER_S), (ValueError("bad"), FLUSH_S)]
+)
+def test_a_rank_that_lost_a_peer_lets_the_launcher_report_that_one_first(monkeypatch, error, waited_s):
+    done = []
+    monkeypatch.setattr(failure.time, "sleep", done.append)
+    monkeypatch.setattr("gems.engine.transport.mpi.abort", done.append)
+    monkeypatch.setattr(os, "_exit", lambda code: done.append("exit"))
+    abort_all_ranks(4, error)
+    assert done == [waited_s, 4, "exit"]
+
+
+def test_an_errno_of_a_socket_is_no_file_systems(tmp_path):
+    lost = OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+    assert classify_error(lost).cause is FailureCause.EXCEPTION
+    mount = OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(tmp_path))
+    assert classify_error(mount).cause is FailureCause.FILE_SYSTEM
