@@ -94,6 +94,7 @@ class LauncherOutput:
         """Parse one line of output."""
         line = line.strip()
         if (cancellation := parse_cancellation(line)) is not None:
+            self._is_cleanup |= cancellation.is_job or bool(cancellation.reason)  # else a rank has failed
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
         elif line.startswith(OUR_LINE):

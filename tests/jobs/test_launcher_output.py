@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.diagnosis.launcher_output import Death, LauncherOutput
+from jobs.diagnosis.launcher_output import OUR_LINE, Death, LauncherOutput
 
 HYDRA_KILLED = """
 ===================================================================================
@@ -98,6 +98,26 @@ def test_deaths(said: str, deaths: list[Death]) -> None:
     for line in said.splitlines():
         words.feed_line(line)
     assert words.deaths == deaths
+
+
+@pytest.mark.parametrize(
+    ("said", "is_cleanup"),
+    [
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***", False),
+        ("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***", True),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***", True),
+        (ABORTED, True),
+        ("srun: error: n1: task 0: Exited with exit code 5", True),
+        ("srun: error: n1: task 0: Exited with exit code 1", False),
+        ("0: Abort(69922959) on node 0 (rank 0 in comm 448): Fatal error in internal_Test: Other MPI error", False),
+        (f"{OUR_LINE}: a rank has failed, and others go on", True),
+    ],
+)
+def test_after_what_a_kill_shows_no_cause(said: str, is_cleanup: bool) -> None:
+    words = LauncherOutput()
+    for line in (said, "srun: error: n2: task 3: Killed", "srun: error: n2: task 4: Segmentation fault"):
+        words.feed_line(line)
+    assert [death.is_cleanup for death in words.deaths[-2:]] == [is_cleanup, False]
 
 
 def test_why_slurm_cancelled() -> None:
