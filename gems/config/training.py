@@ -65,7 +65,13 @@ class TrainConfig:
         None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",
         above=0, in_run_id=False,
     )  # fmt: skip
-    keep_checkpoints: int = number(2, "newest checkpoints that stay", min=1, in_run_id=False)
+    keep_checkpoints: int = number(
+        2, "newest checkpoints that stay; one where the disk has no room for more", min=1, in_run_id=False
+    )  # fmt: skip
+    max_failed_saves: int = number(
+        5, "tries in a row to save a checkpoint, 30 s apart and without a step between them, after which the run stops",
+        min=1, in_run_id=False,
+    )  # fmt: skip
     max_grad_norm: float | None = number(
         None, "norm of the gradients of all stages to which larger ones are scaled; null: none", above=0
     )  # fmt: skip

@@ -14,6 +14,7 @@ from gems.engine.transport.polling import WaitState
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat, now_ns, set_clock
 from gems.utils import start_up
+from gems.utils.atomic_io import reserve
 from gems.utils.logs import set_log_level, set_up_rank_logging
 
 
@@ -57,6 +58,9 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
     comm = world()
     meet(comm)
     set_clock(broadcast(comm, now_ns()))
+    if comm.rank == 0:
+        for path in (folder.progress_json, folder.stopped_json, folder.failed_json(0)):
+            reserve(path)
     write_affinity(comm, device, folder.affinity_json, spec.cluster.cpus_per_rank)
     heartbeat, waits = Heartbeat(folder.heartbeat(comm.rank)), WaitState()
     peers = gather_here(comm, LocalPeer.this_process(comm.rank))

@@ -99,7 +99,7 @@ def run_steps(
                     step_s = (done.end_ns - done.start_ns) / 1e9
                     loggers.log(step + 1, {"train_loss": done.loss, "step_s": step_s, **recipe, **metrics})
                 progress.show(step + 1, done.loss, done.learning_rate)
-            if saver.end(step + 1, losses or ()):
+            if saver.end(step + 1, losses or (), None if progress is None else progress.show_error):
                 return True
             if validator is not None and validator.is_over:
                 break

@@ -90,7 +90,7 @@ def train(
                 recorder.waited(step, start_ns, time.perf_counter_ns())
             loss_sum = pipeline.train.run(step, batch)
             if pipeline.update.stops:
-                saver.finish()
+                saver.finish(retries=False)
                 raise_nonfinite(pipeline, step, batch)
             del batch
             if step == 0:  # later steps have it from the start

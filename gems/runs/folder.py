@@ -20,12 +20,12 @@ from gems.memory.plan import MemoryPlan
 from gems.runs.code_archive import CODE_ZIP
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
-from gems.utils.atomic_io import read_json, write_json
+from gems.utils.atomic_io import RESERVE, read_json, write_json
 from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json",
+    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json", RESERVE,
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")

@@ -83,6 +83,14 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
     return None
 
 
+def check_run_yaml(run_yaml: Path, summary: dict[str, Any]) -> str | None:
+    """Compare the configuration that ranks read with a bundle's summary, and return what is wrong, or None."""
+    expected = summary.get("run_yaml_blake2b")
+    if expected is None or hash_of(run_yaml) == expected:
+        return None
+    return f"its {run_yaml.name} is not what was prepared: it was edited, and schedule and partition were not made anew"
+
+
 def commit(root: Path) -> str:
     """Return the commit of a checkout, with "-dirty" if files differ from it; "unknown" outside of a checkout."""
     output = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

@@ -6,6 +6,9 @@ step's end the file is readable after SIGKILL.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,46 +23,93 @@ from gems.trace.layout import DEFAULTS, DTYPES, LATER_TABLES, Trace
 PART_TABLES = ("events", "rank_steps", "validations", "samples")
 TABLES = ("events", "steps", "rank_steps", "validations", "samples")
 GAP_NS = 1_000_000
+CHUNK_ROWS = 1024
+METADATA_BYTES = 1 << 14  # more than HDF5 adds for the new chunks and attributes of a flush
+MAX_WAITING_ROWS = 200_000  # of a table, while the disk is full
+CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_log = logging.getLogger(__name__)
 
 
 class TracePart:
-    """One rank's part of a trace while the run goes on. Rows are kept until `flush`, at step ends."""
+    """One rank's part of a trace while the run goes on. Rows and attributes are kept until `flush`, at step ends.
+
+    On a disk without room they wait for a later flush, and no run ends for it: HDF5 is given nothing that it could not
+    write, since a write that fails breaks its file and may end the process.
+    """
 
     def __init__(self, path: Path, rank: int, attributes: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rank = rank
         self._file = h5py.File(path, "w")
-        set_attributes(self._file, {**attributes, "rank": rank})
+        self._attributes: dict[str, Any] = {**attributes, "rank": rank}
+        self._num_rows = dict.fromkeys(PART_TABLES, 0)
+        self._is_waiting = False
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in PART_TABLES}
         self._tables = {
-            name: self._file.create_dataset(name, (0,), DTYPES[name], maxshape=(None,), chunks=(1024,))
+            name: self._file.create_dataset(name, (0,), DTYPES[name], maxshape=(None,), chunks=(CHUNK_ROWS,))
             for name in PART_TABLES
         }
-        self._file.flush()
+        self.flush()
 
     def add(self, table: str, row: tuple[Any, ...]) -> None:
         """Keep one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
         self._rows[table].append(row)
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Write root attributes that are known only later (the clock's offset, say)."""
-        set_attributes(self._file, attributes)
+        """Keep root attributes that are known only later (the clock's offset, say) for the next flush."""
+        self._attributes.update(attributes)
 
     def flush(self) -> None:
-        """Append the kept rows and hand them to the operating system."""
-        for name, rows in self._rows.items():
-            if rows:
-                table, start = self._tables[name], len(self._tables[name])
-                table.resize((start + len(rows),))
-                table[start:] = np.array(rows, DTYPES[name])
-                rows.clear()
-        self._file.flush()
+        """Append the kept rows and hand them to the operating system, if there is room for them."""
+        try:
+            is_allocated = self._allocate()
+            for name, rows in self._rows.items():
+                if rows:
+                    start, end = self._num_rows[name], self._num_rows[name] + len(rows)
+                    self._tables[name].resize((end,))
+                    self._tables[name][start:] = np.array(rows, DTYPES[name])
+                    self._num_rows[name] = end
+                    rows.clear()
+            set_attributes(self._file, self._attributes)
+            self._attributes.clear()
+            self._file.flush()
+            if is_allocated:
+                os.ftruncate(self._file.id.get_vfd_handle(), self._file.id.get_filesize())
+            self._is_waiting = False
+        except OSError as error:
+            if not self._is_waiting:
+                _log.warning("%s waits in memory for the disk: %s", self._file.filename, os.strerror(error.errno or 0))
+            self._is_waiting = True
+            for rows in self._rows.values():
+                del rows[MAX_WAITING_ROWS:]
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flush and close the file, without what still finds no room."""
         if self._file:
             self.flush()
+            if self._is_waiting:
+                _log.warning("%s lacks %d rows", self._file.filename, sum(map(len, self._rows.values())))
             self._file.close()
+
+    def _allocate(self) -> bool:
+        """Allocate what the next flush may add to the file, and return whether it may add anything.
+
+        Raises:
+            OSError: there is no room.
+        """
+        num_bytes = METADATA_BYTES if self._attributes else 0
+        for name, rows in self._rows.items():
+            before, after = (
+                -(-count // CHUNK_ROWS) for count in (self._num_rows[name], self._num_rows[name] + len(rows))
+            )
+            num_bytes += (after - before) * (DTYPES[name].itemsize * CHUNK_ROWS + METADATA_BYTES)
+        if num_bytes:
+            try:
+                os.posix_fallocate(self._file.id.get_vfd_handle(), self._file.id.get_filesize(), num_bytes)
+            except OSError as error:
+                if error.errno not in CANNOT_ALLOCATE:
+                    raise
+        return num_bytes > 0
 
 
 def part_path(folder: Path, rank: int) -> Path:

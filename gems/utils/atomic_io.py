@@ -1,13 +1,18 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, and those that find room on a full disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+RESERVE = ".reserve"  # the folder of the files that `reserve` allocates
+RESERVE_BYTES = 1 << 13
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -22,6 +27,10 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
         if sync:
             sync_to_disk(partial)
         partial.replace(path)
+    except OSError as error:
+        if error.filename is None:  # of a write to an open file
+            error.filename = str(path)
+        raise
     finally:  # after a success too: replacing a file by a hard link to itself changes nothing (POSIX)
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -55,10 +64,46 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON file atomically, with its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(document, indent=indent) + "\n")
+    """Write a JSON file atomically, with its folder; on a full disk to what `reserve` allocated for it."""
+    text = json.dumps(document, indent=indent) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            partial.write_text(text)
+    except OSError as error:
+        if error.errno not in DISK_FULL or not _reserve_path(path).exists():
+            raise
+        _write_to_reserve(path, text.encode())
+
+
+def reserve(path: Path) -> None:
+    """Allocate room for one more version of a file, so that `write_json` replaces it on a full disk too.
+
+    Raises:
+        OSError: there is no room.
+    """
+    spare = _reserve_path(path)
+    spare.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(spare) as partial:
+        partial.write_bytes(b" " * RESERVE_BYTES)  # not a hole
+
+
+def _write_to_reserve(path: Path, text: bytes) -> None:
+    """Write the allocated file and exchange the two by their names alone: the old one is the next reserve."""
+    spare = _reserve_path(path)
+    old = spare.with_name(f"{spare.name}.old")
+    with spare.open("r+b", buffering=0) as file:
+        file.write(text.ljust(spare.stat().st_size))  # JSON may end in spaces
+    with contextlib.suppress(FileNotFoundError):
+        old.unlink(missing_ok=True)
+        os.link(path, old)
+    spare.replace(path)
+    if old.exists():
+        old.replace(spare)
+
+
+def _reserve_path(path: Path) -> Path:
+    return path.parent / RESERVE / path.name
 
 
 def read_json(path: Path) -> dict[str, Any]:

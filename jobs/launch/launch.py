@@ -15,13 +15,14 @@ from typing import IO, Any, Self
 
 from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
-from gems.errors import RankFailedError
+from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.runs.owner import hold, release
-from gems.utils.atomic_io import read_json, write_json
+from gems.runs.provenance import check_run_yaml
+from gems.utils.atomic_io import read_json, reserve, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
@@ -110,11 +111,13 @@ def launch(
             **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
             **({"requeue_count": requeues} if requeues else {}),
         }  # fmt: skip
+        reserve(folder.status_json)
         folder.write_status("running", **facts)
         output = LauncherOutput()
         stop_request = request or stack.enter_context(StopRequest())
         watch = RankWatch(folder, job, spec.train.hang_timeout_s, output, lambda: stop_request.pass_on(folder))
         try:
+            _check_run_yaml(folder)
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
             own_job.record_start(folder, job.snapshot)
@@ -162,6 +165,12 @@ def _give_back(folder: RunFolder) -> None:
     with contextlib.suppress(OSError):  # the folder is gone
         if read_or_empty(folder.status_json).get("state") != "requeued":
             release(folder)
+
+
+def _check_run_yaml(folder: RunFolder) -> None:
+    wrong = check_run_yaml(folder.run_yaml, read_or_empty(folder.provenance_json))
+    if wrong is not None:
+        raise ConfigError("run folder", folder.path, wrong, "submit the run again, with the change as key=value")
 
 
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:

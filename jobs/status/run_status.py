@@ -38,7 +38,8 @@ class RunStatus:
     A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
     not asked for. `source` is where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
     content of status.json, `sign_ns` the last progress, `beats` those of an open run; None for what is not known.
-    `sources` names the source of a guessed figure.
+    `sources` names the source of a guessed figure. `error` is what the ranks report as wrong though the run goes on:
+    saves that fail.
     """
 
     folder: RunFolder
@@ -60,6 +61,7 @@ class RunStatus:
     start_utc: datetime | None = None
     job_name: str | None = None
     age_s: float | None = None
+    error: str = ""
 
     @property
     def has_ranks(self) -> bool:
@@ -102,7 +104,9 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the status for a program."""
-        path, names = self.folder.path, ("state", "job_id", "step", "steps", "images_per_s", "loss", "note", "is_guess")
+        path, names = self.folder.path, (
+            "state", "job_id", "step", "steps", "images_per_s", "loss", "note", "is_guess", "error",
+        )  # fmt: skip
         return {
             "name": path.name, "run_folder": str(path), **{name: getattr(self, name) for name in names},
             "beat_age_s": self.age_s, "start_utc": self.start_utc.isoformat() if self.start_utc else None,
@@ -206,6 +210,7 @@ def read_recorded(folder: RunFolder) -> RunStatus:
         action=newest.action if newest is not None else None,
         are_ranks_done=bool(beats) and all(beat.action == FINISHED for beat in beats.values()),
         hang_timeout_s=limit_s if is_slow else min(STALLED_AFTER_S, limit_s),
+        error=" ".join(str(progress.get("error") or "").split()) if is_open else "",
     )  # fmt: skip
 
 

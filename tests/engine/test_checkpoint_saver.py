@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gems.engine.checkpoint import saver as saver_module
 from gems.engine.checkpoint.manifest import HostTensor, Manifest, checkpoint_folder, checkpoint_folders, run_identity
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.transport.mpi import Transport, world
 from gems.errors import RankFailedError
+from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
+from tests.small_disk import SmallDisk, small_disk
 
 LIMIT_S = 60
 
@@ -28,16 +31,21 @@ class Slow:
     def __init__(self) -> None:
         self.may_write = threading.Event()
         self.taken: list[list[float]] = []
-        self.is_full = False
+        self.num_full = 0  # of the next writes
+        self.size = 1
 
     def take(self, losses: Sequence[float]) -> None:
         self.taken.append(list(losses))
 
+    def num_bytes(self) -> int:
+        return self.size
+
     def host_tensors(self) -> dict[str, HostTensor]:
         assert self.may_write.wait(LIMIT_S)
-        if self.is_full:
-            raise OSError(errno.ENOSPC, "No space left on device", "rank0000.safetensors.partial")
-        return {"x": HostTensor("U8", (1,), memoryview(bytes([len(self.taken)])))}
+        self.num_full -= 1
+        if self.num_full >= 0:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", "rank0000.safetensors.partial")
+        return {"x": HostTensor("U8", (self.size,), memoryview(bytes([len(self.taken)]) * self.size))}
 
 
 class Rig:
@@ -51,6 +59,12 @@ class Rig:
             self.folder, replace(spec.train, **train), Transport(world()), about, Heartbeat(path / "beat"),
             self.source, stop,
         )  # fmt: skip
+        self.shown: list[str | None] = []
+        self.on_error: Callable[[], None] = lambda: None
+
+    def show_error(self, text: str | None) -> None:
+        self.shown.append(text)
+        self.on_error()
 
     def run(self, steps: int) -> bool:
         """Run steps; gives whether the last one was where the run stops."""
@@ -58,8 +72,13 @@ class Rig:
         for _ in range(steps):
             self.saver.begin()
             self.step += 1
-            stops = self.saver.end(self.step, [0.5] * self.step)
+            stops = self.saver.end(self.step, [0.5] * self.step, self.show_error)
         return stops
+
+    def write(self) -> None:
+        """Let the thread write what it has begun, and all after it."""
+        self.source.may_write.set()
+        self.saver._thread.submit(int).result(LIMIT_S)
 
     @property
     def saved(self) -> list[int]:
@@ -135,30 +154,140 @@ def test_a_stop_saves_at_once_though_an_older_checkpoint_is_being_written(tmp_pa
     assert (note["step"], note["reason"]) == (3, "time is over") and rig.saved == [3, 1]
 
 
-def test_a_full_disk_is_told_of_and_the_run_goes_on_while_a_checkpoint_stands(
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries to save follow each other at once."""
+    monkeypatch.setattr(saver_module, "RETRY_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_save_is_shown_and_tried_again_before_the_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig = Rig(tmp_path, step=40, checkpoint_steps=5)
-    rig.source.is_full = True
-    rig.source.may_write.set()
+    rig.source.num_full = 2
+    rig.write()
     rig.run(5)
-    rig.saver.finish()
-    said = capsys.readouterr().err
-    assert "before step 45 could not be saved (rank 0: No space left on device: rank0000" in said
-    assert "the checkpoint of step 40 remains" in said and said.count("\n") == 1
-    assert rig.saved == []
+    rig.write()
+    rig.run(1)
+    said = capsys.readouterr().err.splitlines()
+    first = "save 1 of 5 failed: rank 0: Disk quota exceeded: rank0000"
+    assert f"the state before step 46: {first}" in said[0] and "the checkpoint of step 40 remains" in said[0]
+    assert rig.saved == [46] and [len(losses) for losses in rig.source.taken] == [45, 46, 46]
+    assert [path.name for path in rig.folder.checkpoints.iterdir()] == ["step00000046"]
+    first_shown, second_shown, last_shown = rig.shown
+    assert first in str(first_shown) and "save 2 of 5" in str(second_shown) and last_shown is None
 
 
-def test_a_full_disk_ends_a_run_that_has_no_checkpoint_and_one_that_is_to_stop(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "none", checkpoint_steps=5)
-    rig.source.is_full = True
-    rig.source.may_write.set()
+@pytest.mark.usefixtures("quick")
+def test_a_run_ends_after_so_many_failed_saves_and_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_steps=5, max_failed_saves=3)
+    rig.write()
     rig.run(5)
-    with pytest.raises(RankFailedError, match="before step 5 could not be saved: rank 0: No space left"):
-        rig.saver.finish()
+    rig.write()
+    rig.source.num_full = 99
+    rig.run(5)
+    rig.write()
+    text = r"before step 11 could not be saved: rank 0: Disk quota.*3 tries.*; the checkpoint of step 5 remains"
+    with pytest.raises(RankFailedError, match=text) as raised:
+        rig.run(1)
+    assert classify_error(raised.value).cause is FailureCause.FILE_SYSTEM
+    assert rig.saved == [5] and len(rig.source.taken) == 1 + 3
+
+
+@pytest.mark.usefixtures("quick")
+def test_under_a_quota_older_checkpoints_make_room_before_a_try_counts(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_steps=5, max_failed_saves=1)
+    rig.write()
+    for _ in range(2):
+        rig.run(5)
+        rig.write()
+    rig.run(1)
+    assert rig.saved == [10, 5]
+    rig.source.num_full = 1
+    rig.run(4)
+    rig.write()
+    rig.run(1)
+    assert rig.saved == [16, 10] and rig.shown == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stop_that_cannot_save_fails_and_results_are_written_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopping = Rig(tmp_path / "stop", step=40, stop=Asked())
-    stopping.source.is_full = True
-    stopping.source.may_write.set()
-    with pytest.raises(RankFailedError, match="was to stop, and its state before step 43 could not be saved"):
+    stopping.source.num_full = 99
+    stopping.write()
+    with pytest.raises(RankFailedError, match="before step 43 could not be saved"):
         stopping.run(3)
     assert not stopping.folder.stopped_json.exists()
+    last = Rig(tmp_path / "last", step=99, checkpoint_steps=5)
+    last.source.num_full = 99
+    last.write()
+    last.run(1)
+    last.saver.finish()
+    assert "before step 100 could not be saved" in capsys.readouterr().err.splitlines()[-1]
+    nan = Rig(tmp_path / "nan", step=44, checkpoint_steps=5)
+    nan.source.num_full = 1
+    nan.write()
+    nan.run(1)
+    nan.saver.finish(retries=False)
+    assert len(nan.source.taken) == 1 and not nan.saved
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", 1024) as disk:
+        yield disk
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_full_disk_for_a_while_costs_no_step_and_for_good_one_interval(
+    disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = Rig(disk.path, checkpoint_steps=5)
+    rig.source.size = 1 << 16
+    rig.write()
+    rig.run(5)
+    rig.write()
+    rig.run(1)
+    disk.fill()
+    rig.on_error = lambda: disk.free() if len(rig.shown) == 2 else None
+    rig.run(4)
+    rig.write()
+    rig.run(1)
+    assert rig.saved == [10, 5] and [text is None for text in rig.shown] == [False, False, True]
+    assert "(0.125 MiB needed, 0.00 MiB free)" in capsys.readouterr().err.splitlines()[0]
+    disk.fill()
+    rig.run(3)
+    with pytest.raises(RankFailedError, match="before step 15 could not be saved: No space left on device"):
+        rig.run(1)
+    assert rig.saved == [10, 5], "older ones stay if they make no room"
+
+
+def test_older_checkpoints_go_if_that_makes_room(disk: SmallDisk) -> None:
+    rig = Rig(disk.path, checkpoint_steps=5)
+    rig.source.size = 400 << 10
+    rig.write()
+    for step in (5, 10, 15, 20):
+        rig.run(5)
+        rig.write()
+        assert rig.step == step
+    rig.saver.finish()
+    assert rig.saved == [20, 15] and rig.shown == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_read_only_file_system_is_told_of_in_one_line(disk: SmallDisk) -> None:
+    rig = Rig(disk.path.parent, checkpoint_steps=5, max_failed_saves=2)
+    rig.folder.checkpoints.symlink_to(disk.path)
+    rig.write()
+    rig.run(5)
+    rig.write()
+    rig.run(1)
+    disk.remount("ro")
+    rig.run(4)
+    rig.write()
+    with pytest.raises(RankFailedError, match=r"rank 0: Read-only file system: .*; the checkpoint of step 5") as raised:
+        rig.run(1)
+    assert "\n" not in str(raised.value)

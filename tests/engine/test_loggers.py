@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from gems.engine.supervision.loggers import open_loggers, settings
+from gems.engine.supervision.loggers import CsvLogger, Loggers, open_loggers, settings
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from tests.engine.toys import make_spec
+from tests.small_disk import small_disk
 
 NAMES = ("train_loss", "learning_rate", "validation_accuracy")
 
@@ -123,3 +124,22 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(importlib, "import_module", without_wandb)
     with pytest.raises(ConfigError, match=r"^train\.loggers=wandb: needs wandb, .*pip install 'gems-train\[wandb\]'$"):
         write(tmp_path, 0, 1, "wandb")
+
+
+def test_rows_that_find_no_room_are_written_later_and_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        path = disk.path / "metrics.csv"
+        opened = Loggers([CsvLogger(path, NAMES, 0)])
+        for step in range(1, 1000):
+            opened.log(step, {"train_loss": 1 / step})
+            if step == 10:
+                disk.fill()
+            if step == 900:
+                assert path.read_text().count("\n") < 300
+                disk.free()
+        opened.close()
+        with path.open(newline="") as file:
+            assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 1000))
+    assert capsys.readouterr().err.count("CsvLogger cannot write (No space left on device)") == 1

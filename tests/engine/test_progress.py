@@ -49,3 +49,18 @@ def test_what_is_not_known_is_null_and_not_shown(tmp_path: Path, caplog: pytest.
 def test_a_file_system_that_is_gone_does_not_stop_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     Progress("one", 10, 8, tmp_path / "file" / "progress.json").show(1, 0.5)
+
+
+def test_an_error_is_shown_at_once_and_until_it_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "progress.json"
+    shown = Progress("one", 10, 8, path)
+    shown.show(1, 0.5)
+    shown.show(2, 0.4)
+    shown.show_error("save 1 of 5 failed")
+    note = json.loads(path.read_text())
+    assert (note["step"], note["error"]) == (2, "save 1 of 5 failed")
+    with caplog.at_level(logging.INFO):
+        shown.show(10, 0.3)
+    assert "save 1 of 5 failed" in caplog.text
+    shown.show_error(None)
+    assert json.loads(path.read_text())["error"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -128,3 +129,22 @@ def test_keys_that_need_each_other(train: dict[str, object], says: str) -> None:
     spec = make_spec()
     with pytest.raises(ConfigError, match=says):
         resolve(replace(spec, train=replace(spec.train, **train)))
+
+
+def test_weights_that_find_no_room_end_no_run_and_the_earlier_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, [0.5, 0.4, 0.3], validate_steps=2, monitor="loss")
+    assert list(case.run(1, 2)) == [2]
+
+    def full(path: Path) -> None:
+        path.mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(case.validator, "_save", full)
+    assert list(case.run(3, 4)) == [4]
+    assert case.validator.best == Best("validation_loss", 2, 0.5) and case.folder.best_weights() is not None
+    assert [path.name for path in case.folder.best.iterdir()] == ["step00000002"]
+    monkeypatch.undo()
+    assert list(case.run(5, 6)) == [6]
+    assert [path.name for path in case.folder.best.iterdir()] == ["step00000006"]

@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
+from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
+from gems.runs.prepare import prepare
 from jobs.launch import launch as launch_module
 from jobs.launch import rank_watch
 from jobs.launch.launch import JOB_FILES, collect, launch
 from tests.jobs.job_helpers import wait_until
+from tests.small_disk import small_disk
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -342,3 +345,43 @@ def test_collection_is_a_child_with_its_own_exit_code(tiny: Tiny, capfd: pytest.
     assert collect(folder) != 0
     assert capfd.readouterr().err != ""
     assert not {"h5py", "matplotlib"} & (sys.modules.keys() - before)
+
+
+def test_a_configuration_that_was_edited_is_refused_in_one_line(tiny: Tiny, collected: list[RunFolder]) -> None:
+    folder, spec = tiny()
+    text = folder.run_yaml.read_text()
+    folder.run_yaml.write_text(text.replace("  log_level: info\n", "  log_level: debug\n"))
+    assert folder.run_yaml.read_text() != text
+    with pytest.raises(ConfigError, match=r"^run folder=.*: its run\.yaml is not what was prepared") as refused:
+        launch(folder, folder.read_spec())
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    status = folder.read_status()
+    assert (status["state"], status["exit_code"], status["cause_class"]) == ("failed", 2, "configuration")
+    folder.run_yaml.write_text(text)
+    assert launch(folder, spec, echo=False) == 0
+
+
+def test_a_disk_that_stays_full_is_a_failure_with_a_status(
+    tmp_path: Path, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("experiment=gems_master", "data=synthetic", "machine=emulated", "train.steps=100000", "cost.unit_s=0.002",
+             "train.checkpoint_steps=5", "train.max_failed_saves=1")  # fmt: skip
+    with small_disk(tmp_path / "disk", 1 << 14) as disk:
+        spec = compose([*words, f"runs_dir={disk.path}"])
+        folder = prepare(spec)
+
+        def fill() -> None:
+            wait_until(lambda: any(folder.checkpoints.glob("*/manifest.json")))
+            disk.fill()
+
+        filler = threading.Thread(target=fill)
+        filler.start()
+        assert launch(folder, spec, echo=False) == 4
+        filler.join()
+        status = folder.read_status()
+        assert (status["state"], status["exit_code"], status["cause_class"]) == ("failed", 4, "file system")
+        assert "could not be saved" in status["cause"] and "No space left on device" in status["cause"]
+        last = max(int(path.parent.name.removeprefix("step")) for path in folder.checkpoints.glob("*/manifest.json"))
+        assert last < status["step"] <= last + 5
+        (line,) = lines_of_jobs(capfd.readouterr().err)
+        assert "No space left on device" in line

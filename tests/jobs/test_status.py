@@ -174,3 +174,15 @@ def test_a_watcher_may_stop(some: dict[str, RunFolder], status: Status, monkeypa
 def test_an_interval_that_is_none(text: str, status: Status) -> None:
     (line,) = status("--watch", text, code=2).splitlines()
     assert line.startswith(f"jobs: --watch={text}: must be 1 or more seconds")
+
+
+def test_saves_that_fail_are_in_the_note(some: dict[str, RunFolder], status: Status) -> None:
+    progress = Progress("goes", 70, 8, some["goes"].progress_json)
+    progress.show(12, 0.25)
+    progress.show_error("save 2 of 5 failed: No space left on device")
+    assert "save 2 of 5 failed: No space left on device" in status()
+    found = json.loads(status("--json"))["runs"]
+    errors = {run["name"]: run["error"] for run in found if run["error"]}
+    assert errors == {some["goes"].path.name: "save 2 of 5 failed: No space left on device"}
+    progress.show_error(None)
+    assert "save" not in status()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from dataclasses import replace
 from functools import partial
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.engine.checkpoint import weights
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, shard_name
+from gems.engine.checkpoint import saver, weights
+from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, shard_name, write_shard
 from gems.engine.emulation.run import emulate
 from gems.engine.train import train
 from gems.engine.transport.mpi import broadcast, meet
-from gems.errors import ConfigError
+from gems.errors import ConfigError, RankFailedError
 from gems.models import MODELS, Layer, ModelFamily
 from gems.models.families.shared import Backbone, chain_family, pooled_head
 from gems.models.steps import Fork, conv, max_pool
@@ -311,3 +312,57 @@ def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
         part = read_part(part_path(folder.path, comm.rank))
         assert part.rank_steps["step"].tolist() == wanted and part.attributes["continues"] == (wanted[0] > 0)
         assert folder.result_json.exists() == (stop is None) != folder.stopped_json.exists()
+
+
+def test_a_rank_without_room_makes_all_save_again_before_the_next_step(comm, tmp_path, monkeypatch, capfd):
+    """Rank 2 fails twice; those with room write their shards, which go too, and nobody waits for nobody."""
+    spec, path = base("1f1b", 4, 1), broadcast(comm, tmp_path)
+    whole, full = RunFolder(path / "whole"), RunFolder(path / "full")
+    attempt(comm, spec, whole)
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
+    tries = []
+
+    def write(target: Path, tensors: dict) -> object:
+        tries.append(target.parent)
+        if comm.rank == 2 and len(tries) in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device", target.name)
+        return write_shard(target, tensors)
+
+    monkeypatch.setattr(saver, "write_shard", write)
+    capfd.readouterr()
+    attempt(comm, spec, full)
+    said = capfd.readouterr().err
+    if comm.rank == 0:
+        assert f"save 1 of 5 failed: rank 2: No space left on device: {shard_name(2)}" in said
+        assert "the checkpoint of step 2 remains" in said
+    assert len({*tries}) < len(tries) and last_manifest(full).files == last_manifest(whole).files
+    meet(comm)
+    limited = replace(spec, train=replace(spec.train, max_failed_saves=1))
+    if comm.rank == 2:
+        tries[:] = [full.path]
+    with pytest.raises(RankFailedError, match=r"rank 2: No space left on device: .*there is no checkpoint"):
+        attempt(comm, limited, RunFolder(path / "ends"))
+    meet(comm)
+    assert not [*(path / "ends" / "checkpoints").iterdir()]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(comm, tmp_path):
+    spec, path = base("1f1b", 2, 2), broadcast(comm, tmp_path)
+    folder = RunFolder(path / "run")
+    attempt(comm, spec, folder, stop=Asked(3))
+    if comm.rank == 0:
+        for checkpoint in checkpoint_folders(folder.checkpoints):
+            (checkpoint / shard_name(1)).write_bytes(b"")
+    text = r"^train\.resume=auto: all 2 checkpoints in .* are damaged \(step00000004: .*0 bytes instead.*resume=never$"
+    for _ in range(2):  # nor at the second try
+        with pytest.raises(ConfigError, match=text):
+            attempt(comm, spec, folder)
+        assert len(checkpoint_folders(folder.checkpoints)) == 2
+    meet(comm)
+    if comm.rank == 0:
+        for checkpoint in checkpoint_folders(folder.checkpoints):
+            checkpoint.rename(f"{checkpoint}.damaged")
+    with pytest.raises(ConfigError, match=r"all 2 checkpoints .*it was found so before"):
+        attempt(comm, spec, folder)
+    attempt(comm, replace(spec, train=replace(spec.train, resume="never")), folder)
+    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(range(STEPS))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ASIDE = (
     "data.num_workers",
     "runs_dir", "cache_dir", "parallel.gpus", "train.checkpoint_steps", "train.checkpoint_s", "train.keep_checkpoints",
-    "train.loggers", "machine.pace_factor", "machine.pace_pass_s",
+    "train.max_failed_saves", "train.loggers", "machine.pace_factor", "machine.pace_pass_s",
     "plugins_dir", "train.log_level", "cluster.hosts", "cluster.limits", "cluster.charge_per", "cluster.charge_rate",
     "cluster.charge_unit", "cluster.minutes", "cluster.account", "cluster.exclude", "cluster.archive_code",
     "cluster.runs_per_job", "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",

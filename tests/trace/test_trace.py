@@ -28,6 +28,7 @@ from gems.trace import (
     root_attributes,
     write_trace,
 )
+from tests.small_disk import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("run_yaml", "schedule/rows")
@@ -273,3 +274,40 @@ def test_a_part_of_an_older_version_has_no_norm_and_no_rate(tmp_path: Path) -> N
     with h5py.File(tmp_path / "trace.h5", "r+") as file:
         del file["steps/grad_norm"], file["rank_steps/grad_norm"]
     assert bool(np.isnan(read_trace(tmp_path / "trace.h5").steps["grad_norm"]).all())
+
+
+@pytest.mark.parametrize("is_for_good", [False, True])
+def test_rows_wait_for_a_full_disk_and_the_file_stays_readable(tmp_path: Path, is_for_good: bool) -> None:
+    """In a process of its own: HDF5 ends it by SIGSEGV if a file cannot be closed."""
+    program = """
+import sys
+from pathlib import Path
+from gems.trace import TracePart, part_path, read_part
+from tests.small_disk import SmallDisk
+from tests.trace.test_trace import event
+disk = SmallDisk(Path(sys.argv[1]))
+part = TracePart(part_path(disk.path, 0), 0, {"schema_version": "1.0"})
+for step in range(40):
+    if step == 10:
+        part.flush()
+        disk.fill()
+    for number in range(100):
+        part.add("events", event(0, step, number, number + 1))
+    part.set_attributes({"last": step})
+    part.flush()
+    if step == 30 and not int(sys.argv[2]):
+        disk.free()
+part.close()
+print(len(read_part(part_path(disk.path, 0)).events), read_part(part_path(disk.path, 0)).attributes["last"])
+"""
+    with small_disk(tmp_path / "disk", 512) as disk:
+        words = [sys.executable, "-c", program, str(disk.path), str(int(is_for_good))]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        waiting = f"{part_path(disk.path, 0)} waits in memory for the disk: No space left on device"
+        assert ended.stderr.splitlines()[0] == waiting
+        num_rows, last = map(int, ended.stdout.split())
+        if is_for_good:
+            assert 1000 <= num_rows < 1100 and last == 9 and f"lacks {4000 - num_rows} rows" in ended.stderr
+        else:
+            assert (num_rows, last) == (4000, 39) and len(ended.stderr.splitlines()) == 1

@@ -10,7 +10,9 @@ second copy nor the interpreter.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 import struct
 import zlib
@@ -25,9 +27,11 @@ from gems.runs.provenance import own_code
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import atomic_write, sync_to_disk
 from gems.utils.targets import source_of
+from gems.utils.units import bytes_unit
 
 CHUNK_BYTES = 1 << 24
 ALIGN_BYTES = 8
+MARGIN_BYTES = 1 << 16  # of a checkpoint, for its manifest and the blocks of its files
 SCHEMA = "gems.checkpoint/1"
 MANIFEST_JSON = "manifest.json"
 DAMAGED = ".damaged"
@@ -226,6 +230,29 @@ def prune(checkpoints: Path, keep: int) -> None:
             with contextlib.suppress(OSError):
                 (folder / MANIFEST_JSON).unlink(missing_ok=True)
                 shutil.rmtree(folder)
+
+
+def make_room(checkpoints: Path, needed_bytes: int) -> None:
+    """Check that there is room for one more checkpoint, and remove older ones if that makes room; the newest stays.
+
+    Raises:
+        OSError: there is none, and nothing is removed; or the file system does not answer.
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    disk, needed_bytes = os.statvfs(checkpoints), needed_bytes + MARGIN_BYTES
+    free_bytes = disk.f_bavail * disk.f_frsize
+    whole, gain_bytes = checkpoint_folders(checkpoints), 0
+    keep = len(whole)
+    while free_bytes + gain_bytes < needed_bytes and keep > 1:
+        keep -= 1
+        gain_bytes += sum(file.stat().st_size for file in whole[keep].iterdir())
+    if free_bytes + gain_bytes < needed_bytes and disk.f_blocks:  # some file systems do not count
+        unit = bytes_unit([needed_bytes])
+        needed, free = (f"{unit.show(size)} {unit.name}" for size in (needed_bytes, free_bytes))
+        text = f"{os.strerror(errno.ENOSPC)} ({needed} needed, {free} free)"
+        raise OSError(errno.ENOSPC, text, str(checkpoints))
+    if keep < len(whole):
+        prune(checkpoints, keep)
 
 
 def _newest_first(checkpoints: Path) -> list[Path]:

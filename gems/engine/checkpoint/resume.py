@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,8 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     damaged checkpoint the one before it is tried.
 
     Raises:
-        ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch.
+        ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch; or all
+            of the run's own are damaged.
     """
     attempt, resume, is_own = broadcast(comm, folder.attempt), spec.train.resume, True
     if resume == RESUME_NEVER:
@@ -85,15 +86,17 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
             if not target.exists():
                 folder.checkpoints.rename(target)
         return StartPoint(attempt)
-    found = _first_complete(folder.checkpoints, comm, is_own)
+    found = _first_complete(folder.checkpoints, comm, resume, is_own)
     if found is None and resume not in (RESUME_AUTO, RESUME_FORCE):
-        is_own, found = False, _first_complete(Path(resume), comm, is_own=False)
+        is_own, found = False, _first_complete(Path(resume), comm, resume, is_own=False)
         if found is None:
             raise ConfigError(
                 "train.resume", resume, f"has no complete checkpoint ({MANIFEST_JSON})",
                 "give the folder of a run that saved its state, or of one checkpoint",
             )  # fmt: skip
     if found is None:
+        if comm.rank == 0 and any(folder.checkpoints.glob("*/")):
+            _log.warning("no checkpoint in %s is complete: the run starts at step 0", folder.checkpoints)
         return StartPoint(attempt)
     path, manifest = found
     identity = run_identity(spec)
@@ -117,9 +120,14 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     return StartPoint(attempt, found, is_own)
 
 
-def _first_complete(folder: Path, comm: Comm, is_own: bool) -> Checkpoint | None:
-    """Read and check checkpoints, the newest first, until one is complete; all ranks use what rank 0 sees."""
+def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Checkpoint | None:
+    """Read and check checkpoints, the newest first, until one is complete; all ranks use what rank 0 sees.
+
+    Raises:
+        ConfigError: there are some, and all are damaged.
+    """
     candidates: list[Path] = []
+    damaged: list[tuple[Path, str]] = []
     if comm.rank == 0:  # the folder itself, or those in this run folder or folder of checkpoints
         inner = RunFolder(folder).checkpoints
         is_checkpoint = (folder / MANIFEST_JSON).exists()
@@ -132,15 +140,29 @@ def _first_complete(folder: Path, comm: Comm, is_own: bool) -> Checkpoint | None
             damages = allgather(comm, next((d for w in mine if (d := find_damage(candidate, w)) is not None), None))
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:
+                if comm.rank == 0 and is_own:
+                    _move_aside([path for path, _ in damaged])
                 return candidate, manifest
-        if comm.rank == 0:
-            aside = candidate.with_name(candidate.name + DAMAGED)
-            is_last = candidate == candidates[-1]
-            what = "there is none before it" if is_last else "the one before it is tried"
-            _log.warning("checkpoint %s is damaged: %s; %s", candidate, damage, what)
-            if is_own and not aside.exists():
-                candidate.rename(aside)
+        damaged.append((candidate, str(damage)))
+        if comm.rank == 0 and candidate != candidates[-1]:
+            _log.warning("checkpoint %s is damaged: %s; the one before it is tried", candidate, damage)
+    aside = broadcast(comm, sorted(folder.glob(f"*{DAMAGED}")) if comm.rank == 0 and is_own else None)
+    damaged += [(path, "it was found so before") for path in reversed(aside or [])]
+    if damaged:
+        path, damage = damaged[0]
+        raise ConfigError(
+            "train.resume", resume, f"all {len(damaged)} checkpoints in {folder} are damaged ({path.name}: {damage})",
+            "restore one, or start at step 0 with train.resume=never",
+        )  # fmt: skip
     return None
+
+
+def _move_aside(damaged: Sequence[Path]) -> None:
+    """Rename checkpoints, so that they do not count as newer than those to come."""
+    for path in damaged:
+        aside = path.with_name(path.name + DAMAGED)
+        if not aside.exists():
+            path.rename(aside)
 
 
 def _read(folder: Path) -> tuple[Manifest | None, str | None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from gems.engine.checkpoint.manifest import (
     Manifest,
     ShardFile,
     checkpoint_folder,
+    checkpoint_folders,
+    make_room,
     prune,
     shard_name,
     write_shard,
@@ -27,11 +31,21 @@ from gems.engine.transport.mpi import Request, Transport, allgather, broadcast
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.utils.atomic_io import write_json
+from gems.utils.atomic_io import DISK_FULL, write_json
 
+RETRY_S = 30.0
+BEAT_S = 1.0
 _STOPS, _IS_DUE, _UNFINISHED = range(3)
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+
+class SaveError(NamedTuple):
+    """Why a state could not be saved, the system's number of the error, and whether more room was made since."""
+
+    text: str
+    errno: int | None
+    has_room_now: bool = False
 
 
 class StateSource(Protocol):
@@ -39,6 +53,9 @@ class StateSource(Protocol):
 
     def take(self, losses: Sequence[float]) -> None:
         """Copy the state as it is now."""
+
+    def num_bytes(self) -> int:
+        """Return the bytes of what was copied last."""
 
     def host_tensors(self) -> Mapping[str, HostTensor]:
         """Return what was copied last; called by the thread that writes."""
@@ -48,8 +65,11 @@ class Saver:
     """Saves checkpoints between steps, and stops the run after a step if any rank is asked to.
 
     Shards are copied between steps and written by a thread; then rank 0 writes the manifest. A checkpoint that is due
-    while another is being written is taken after the first step that finds it written. If one cannot be written, the
-    run continues as long as it has an older one, and fails otherwise.
+    while another is being written is taken after the first step that finds it written.
+
+    Before a save rank 0 checks that there is room, and removes older checkpoints if that makes some. If a save fails on
+    any rank, all remove its parts and save again every RETRY_S, without a step between: one more step would be one more
+    to lose. After train.max_failed_saves in a row the run fails, with its last whole checkpoint.
     """
 
     def __init__(
@@ -77,6 +97,9 @@ class Saver:
         self._mine, self._all = np.zeros(3), np.zeros(3)
         self._request: Request | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._step, self._losses = manifest.step, ()  # type: tuple[int, Sequence[float]]
+        self._num_failed = 0  # in a row
+        self._show_error: Callable[[str | None], None] | None = None
 
     def begin(self) -> None:
         """Post this rank's part of the decision before a step, so that nobody waits for it after; collective."""
@@ -89,45 +112,68 @@ class Saver:
         self._mine[_UNFINISHED] = self._pending is not None and not self._pending[1].done()
         self._request = self._control.post_maximum(self._mine, self._all)
 
-    def end(self, step: int, losses: Sequence[float]) -> bool:
+    def end(self, step: int, losses: Sequence[float], show_error: Callable[[str | None], None] | None = None) -> bool:
         """Act on the decision before `step`, and return whether the run has saved its state and stops; collective.
 
+        `show_error` gets what is wrong with saving on rank 0, and None once a save has succeeded.
+
         Raises:
-            RankFailedError: the state cannot be saved, and the run is to stop or has no older checkpoint.
+            RankFailedError: train.max_failed_saves tries to save the state have failed.
         """
         if self._request is None:
             return False
         self._control.wait(self._request, "all ranks to agree")
         self._request = None
+        self._step, self._losses, self._show_error = step, losses, show_error
         stops, is_due, is_unfinished = (bool(value) for value in self._all)
-        if stops or not is_unfinished:
-            self._complete()
-        if stops:
-            self._save_and_stop(step, losses)
-            return True
         every = self._train.checkpoint_steps
         is_last = step == self._train.steps and self._is_periodic
         self._is_owed |= is_due or is_last or (every is not None and step % every == 0)
-        if self._is_owed and (self._pending is None or is_last):
-            self._complete()
-            self._begin_to_save(step, losses)
+        error = self._complete() if stops or is_last or not is_unfinished else None
+        if stops:
+            self._save_and_stop()
+            return True
+        if error is None and self._is_owed and self._pending is None:
+            error = self._begin_to_save()
+        self._retry(error)
         return False
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, after the last step; collective."""
-        self._complete()
+    def finish(self, *, retries: bool = True) -> None:
+        """Wait for the checkpoint that is being written, after the last step; collective.
+
+        If it cannot be saved, the results of the run may find room all the same. Without `retries` the state is not to
+        be saved once more.
+        """
+        error = self._complete()
+        text = f"the last state could not be saved: {error.text}" if error is not None and not retries else None
+        try:
+            self._retry(error if retries else None)
+        except RankFailedError as failure:
+            text = str(failure)
+        if text is not None and self._control.rank == 0:
+            _log.error("%s", text)
         self.close()
 
     def close(self) -> None:
         """End the thread without waiting for a shard that it may still be writing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin_to_save(self, step: int, losses: Sequence[float]) -> None:
+    def _begin_to_save(self) -> SaveError | None:
+        """Begin to save the state of now, unless there is no room for it; return that error, the same on all ranks."""
         self._is_owed = False
         self._saved_s = time.monotonic()
+        num_bytes = 0
         if self._source is not None:
-            self._source.take(losses)
-        self._pending = step, self._thread.submit(self._write, step)
+            self._source.take(self._losses)
+            num_bytes = self._source.num_bytes()
+        total = self._control.sum_to_first([num_bytes])
+        mine = None
+        if total is not None:
+            mine = _result(self._thread.submit(make_room, self._folder.checkpoints, int(total[0])))[1]
+        error: SaveError | None = broadcast(self._control.comm, mine)
+        if error is None:
+            self._pending = self._step, self._thread.submit(self._write, self._step)
+        return error
 
     def _write(self, step: int) -> ShardFile | None:
         if self._source is None:
@@ -136,30 +182,79 @@ class Saver:
         folder.mkdir(parents=True, exist_ok=True)
         return write_shard(folder / shard_name(self._control.rank), self._source.host_tensors())
 
-    def _complete(self) -> str | None:
+    def _complete(self) -> SaveError | None:
         """Wait until all ranks have written and rank 0 has completed the checkpoint; return what went wrong, if so."""
         if self._pending is None:
             return None
         (step, shard), self._pending = self._pending, None
         self._heartbeat.beat(step, "checkpoint")
-        mine = _result(shard)
-        results = allgather(self._control.comm, mine)
-        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault is not None]
-        of_rank_0: str | None = faults[0] if faults else None
-        if self._control.rank == 0 and not faults:
-            files = tuple(written for written, _ in results if written is not None)
-            of_rank_0 = _result(self._thread.submit(self._commit, step, files))[1]
-        fault: str | None = broadcast(self._control.comm, of_rank_0)
-        if fault is None:
+        results = allgather(self._control.comm, _result(shard))
+        errors = [
+            SaveError(f"rank {rank}: {error.text}", error.errno)
+            for rank, (_, error) in enumerate(results) if error is not None
+        ]  # fmt: skip
+        of_rank_0 = errors[0] if errors else None
+        if self._control.rank == 0:
+            if not errors:
+                files = tuple(written for written, _ in results if written is not None)
+                of_rank_0 = _result(self._thread.submit(self._commit, step, files))[1]
+            if of_rank_0 is not None:
+                of_rank_0 = self._discard(step, of_rank_0)
+        error: SaveError | None = broadcast(self._control.comm, of_rank_0)
+        if error is None:
             self._last_saved_step = step
-        elif self._control.rank == 0 and self._last_saved_step is not None:
-            _log.warning(
-                "the state before step %d could not be saved (%s); the checkpoint of step %d remains",
-                step, fault, self._last_saved_step,
-            )  # fmt: skip
-        if fault is not None and self._last_saved_step is None:
-            raise RankFailedError(f"the state before step {step} could not be saved: {fault}")
-        return fault
+            if self._num_failed and self._control.rank == 0:
+                _log.info("the state before step %d is saved", step)
+                if self._show_error is not None:
+                    self._show_error(None)
+            self._num_failed = 0
+        return error
+
+    def _retry(self, error: SaveError | None) -> None:
+        """Save the state of now again until that succeeds, if a save has failed; collective.
+
+        Raises:
+            RankFailedError: train.max_failed_saves have failed in a row.
+        """
+        while error is not None:
+            if not error.has_room_now:
+                self._count(error)
+                self._pause()
+            error = self._begin_to_save() or self._complete()
+
+    def _discard(self, step: int, error: SaveError) -> SaveError:
+        """Remove the parts of a checkpoint, and older ones if a disk was full that had room, as under a quota."""
+        shutil.rmtree(checkpoint_folder(self._folder.checkpoints, step), ignore_errors=True)
+        if error.errno not in DISK_FULL or len(checkpoint_folders(self._folder.checkpoints)) < 2:
+            return error
+        prune(self._folder.checkpoints, 1)
+        return error._replace(has_room_now=True)
+
+    def _count(self, error: SaveError) -> None:
+        """Report a failed save.
+
+        Raises:
+            RankFailedError: it was the last that train.max_failed_saves allows.
+        """
+        self._num_failed += 1
+        limit, last = self._train.max_failed_saves, self._last_saved_step
+        remains = "there is no checkpoint" if last is None else f"the checkpoint of step {last} remains"
+        if self._num_failed >= limit:
+            raise RankFailedError(
+                f"the state before step {self._step} could not be saved: {error.text}; "
+                f"{self._num_failed} tries (train.max_failed_saves={limit}); {remains}"
+            ) from OSError(error.errno, error.text)
+        if self._control.rank == 0:
+            text = f"save {self._num_failed} of {limit} failed: {error.text}"
+            _log.warning("the state before step %d: %s; %s; again in %g s", self._step, text, remains, RETRY_S)
+            if self._show_error is not None:
+                self._show_error(text)
+
+    def _pause(self) -> None:
+        pause, end_s = threading.Event(), time.monotonic() + RETRY_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._heartbeat.beat(self._step, "checkpoint")
+            pause.wait(min(left_s, BEAT_S))
 
     def _commit(self, step: int, files: tuple[ShardFile, ...]) -> None:
         samples = self._first.samples + (step - self._first.step) * self._samples_per_step
@@ -168,23 +263,21 @@ class Saver:
         manifest.write(checkpoint_folder(self._folder.checkpoints, step))
         prune(self._folder.checkpoints, self._train.keep_checkpoints)
 
-    def _save_and_stop(self, step: int, losses: Sequence[float]) -> None:
-        self._begin_to_save(step, losses)
-        fault = self._complete()
-        if fault is not None:
-            raise RankFailedError(f"the run was to stop, and its state before step {step} could not be saved: {fault}")
+    def _save_and_stop(self) -> None:
+        self._retry(self._begin_to_save() or self._complete())
         mine = self._stop.reason() if self._stop is not None else None
         reasons = self._control.comm.gather(mine)
         if reasons is not None:
             reason = next((reason for reason in reasons if reason is not None), "unknown")
             utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-            write_json(self._folder.stopped_json, {"step": step, "reason": reason, "utc": utc})
-            _log.info("stopped before step %d, the state is saved: %s", step, reason)
+            write_json(self._folder.stopped_json, {"step": self._step, "reason": reason, "utc": utc})
+            _log.info("stopped before step %d, the state is saved: %s", self._step, reason)
 
 
-def _result(future: Future[_T]) -> tuple[_T | None, str | None]:
+def _result(future: Future[_T]) -> tuple[_T | None, SaveError | None]:
     """Wait for a thread's result, and return it or what went wrong."""
     try:
         return future.result(), None
     except OSError as error:
-        return None, f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        return None, SaveError(text, error.errno)

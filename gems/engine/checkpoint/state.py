@@ -273,6 +273,10 @@ class HostCopy:
             self._copy(late)
             self._copied = self._stream.record_event()
 
+    def num_bytes(self) -> int:
+        """Return the bytes of the copies."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._copies.values())
+
     def host_tensors(self) -> dict[str, HostTensor]:
         """Wait for the copies and return them, valid until the next ones; from any thread."""
         if self._copied is not None:

@@ -34,7 +34,12 @@ def save(pipeline: Pipeline, folder: Path) -> None:
         }
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / f"stage{stage:04d}.pt") as partial, partial.open("wb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # torch cannot end its archive either, and hides why
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
 
 def load(folder: Path) -> Weights:

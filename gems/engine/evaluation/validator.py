@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gems.config.schema import TrainConfig
-from gems.engine.transport.mpi import Comm, broadcast
+from gems.engine.transport.mpi import Comm, allgather, broadcast
 from gems.errors import ConfigError, one_of
 from gems.runs.folder import RunFolder
 from gems.trace import TracePart
@@ -107,10 +107,16 @@ class Validator:
                 self.best = Best(best.metric, best.step, best.value, best.num_worse + 1)
         else:
             self.best = Best(name, num_steps, value)
-            self._save(self._folder.best / self.best.weights)
-            self._comm.barrier()
+            if (fault := self._keep_weights(self._folder.best / self.best.weights)) is not None:
+                self.best = best  # whose weights stay; a later validation that is better may find room
+                if self._comm.rank == 0:
+                    _log.warning("the weights of the best validation could not be saved: %s", fault)
         if self._comm.rank == 0 and self.best is not None:
-            write_json(self._folder.best_json, asdict(self.best))
+            try:
+                write_json(self._folder.best_json, asdict(self.best))
+            except OSError as error:
+                _log.warning("%s could not be written: %s", self._folder.best_json, error.strerror)
+                return
             for old in self._folder.best.glob("step*"):
                 if old.name != self.best.weights:
                     shutil.rmtree(old, ignore_errors=True)
@@ -119,3 +125,15 @@ class Validator:
                     "stops early after step %d: %s was best after step %d (%.6g)",
                     num_steps, name, self.best.step, self.best.value,
                 )  # fmt: skip
+
+    def _keep_weights(self, folder: Path) -> str | None:
+        """Save the weights, and return what went wrong on a rank, of which no part stays; collective."""
+        mine = None
+        try:
+            self._save(folder)
+        except OSError as error:
+            mine = f"rank {self._comm.rank}: {error.strerror}"
+        fault = next((each for each in allgather(self._comm, mine) if each is not None), None)
+        if fault is not None and self._comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return fault

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import io
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import atomic_write
 
 MAX_PARAM_CHARS = 500  # of a value, as MLflow limits them
+_log = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
@@ -34,20 +37,32 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """All loggers of a run, on rank 0."""
+    """All loggers of a run, on rank 0. A disk that is full or gone is reported once and does not end the run."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
+        self._failed: set[Logger] = set()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of a step, counted from 1, to each logger."""
         for logger in self._loggers:
-            logger.log(step, values)
+            with self._warning_once(logger):
+                logger.log(step, values)
 
     def close(self) -> None:
         """Close each logger."""
         for logger in self._loggers:
-            logger.close()
+            with self._warning_once(logger):
+                logger.close()
+
+    @contextlib.contextmanager
+    def _warning_once(self, logger: Logger) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if logger not in self._failed:
+                _log.warning("%s cannot write (%s)", type(logger).__name__, error.strerror or error)
+            self._failed.add(logger)
 
 
 def open_loggers(spec: RunSpec, folder: RunFolder, names: Sequence[str], first_step: int) -> Loggers:
@@ -68,7 +83,10 @@ def open_loggers(spec: RunSpec, folder: RunFolder, names: Sequence[str], first_s
 
 
 class CsvLogger:
-    """One row a step, with empty cells for what was not measured then; each row is flushed."""
+    """One row a step, with empty cells for what was not measured then; each row is flushed.
+
+    Rows that find no room on the disk are written with the next one that does.
+    """
 
     def __init__(self, path: Path, names: Sequence[str], first_step: int) -> None:
         self._columns = ("step", *names)
@@ -82,19 +100,27 @@ class CsvLogger:
             writer = self._writer(file)
             writer.writeheader()
             writer.writerows(kept)
-        self._file = path.open("a", newline="")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def _writer(self, file: Any) -> csv.DictWriter[str]:
         return csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append the row of a step."""
-        self._writer(self._file).writerow({"step": step, **{name: repr(value) for name, value in values.items()}})
-        self._file.flush()
+        row = io.StringIO()
+        self._writer(row).writerow({"step": step, **{name: repr(value) for name, value in values.items()}})
+        self._unwritten += row.getvalue().encode()
+        self._write()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write the rows that are left, and close the file."""
+        with self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 class TensorBoardLogger:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 from tqdm import tqdm
 
@@ -24,8 +24,8 @@ class Progress:
     """Shows steps, loss, learning rate, images/s (of all directions and replicas) and the time left.
 
     On a terminal it is a bar; the launcher sets GEMS_PROGRESS, since the rank itself sees only a pipe. Otherwise it is
-    a log line every few seconds. The file is written every FILE_INTERVAL_S and at the end; a file system that is full
-    or gone does not end the run.
+    a log line every few seconds. The file is written every FILE_INTERVAL_S, at the end and with an error; a file system
+    that is full or gone does not end the run.
     """
 
     def __init__(self, name: str, num_steps: int, images_per_step: int, path: Path, first_step: int = 0) -> None:
@@ -33,6 +33,8 @@ class Progress:
         self._num_steps, self._first_step, self._images_per_step = num_steps, first_step, images_per_step
         self._begin = self._last = time.perf_counter()
         self._written = -math.inf
+        self._document: dict[str, Any] = {}
+        self._error: str | None = None
         self._bar: tqdm[Never] | None = None
         if os.environ.get("GEMS_PROGRESS") == "bar" or sys.stderr.isatty():
             self._bar = tqdm(
@@ -46,17 +48,16 @@ class Progress:
         known = {"loss": f"{loss:.4f}", "lr": f"{learning_rate:.3g}"}
         rate = (num_done - self._first_step) / (now - self._begin)  # the mean since this attempt's first step
         images_per_s = rate * self._images_per_step
+        self._document = {
+            "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
+            "loss": None if math.isnan(loss) else loss,
+            "learning_rate": None if math.isnan(learning_rate) else learning_rate,
+        }  # fmt: skip
         if now - self._written > FILE_INTERVAL_S or num_done == self._num_steps:
             self._written = now
-            document = {
-                "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
-                "loss": None if math.isnan(loss) else loss,
-                "learning_rate": None if math.isnan(learning_rate) else learning_rate, "time_ns": time.time_ns(),
-            }  # fmt: skip
-            with contextlib.suppress(OSError):
-                write_json(self._path, document, indent=None)
+            self._write()
         shown = [f"{name} {value}" for name, value in known.items() if value != "nan"]
-        text = "  ".join([*shown, f"{images_per_s:.1f} images/s"])
+        text = "  ".join([*shown, f"{images_per_s:.1f} images/s", *([self._error] if self._error else [])])
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(num_done - self._bar.n)
@@ -64,6 +65,19 @@ class Progress:
             self._last = now
             left_s = (self._num_steps - num_done) / rate
             _log.info("%s: step %d/%d  %s  %.0f s left", self._name, num_done, self._num_steps, text, left_s)
+
+    def show_error(self, text: str | None) -> None:
+        """Show what is wrong although the run goes on, from now on and in the file at once; None if nothing is."""
+        self._error = text
+        self._write()
+        if self._bar is not None:
+            self._bar.set_postfix_str(text or "")
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            write_json(
+                self._path, self._document | {"error": self._error, "time_ns": time.time_ns()}, indent=None
+            )  # fmt: skip
 
     def close(self) -> None:
         """Close the bar."""
