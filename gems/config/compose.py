@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gems.config import target_files
 from gems.config.cluster_presets import AUTO, choose_preset
@@ -255,10 +255,11 @@ def _register(default: _DefaultCluster) -> None:
 
 
 def _to_spec(config: DictConfig) -> RunSpec:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(missing[0], "???", "must be given", f"add {missing[0]}=...")
-    spec = OmegaConf.to_object(config)
+    try:
+        spec = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        missing = min(OmegaConf.missing_keys(config))
+        raise ConfigError(missing, "???", "must be given", f"add {missing}=...") from error
     assert isinstance(spec, RunSpec)
     return spec
 

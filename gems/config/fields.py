@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -161,17 +161,20 @@ class Key:
         return get_args(self.kind)[0] if get_origin(self.kind) is list else self.kind
 
 
-def keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every key of a dataclass and of those in it."""
+@cache
+def keys(schema: type, prefix: str = "") -> tuple[Key, ...]:
+    """Return every key of a dataclass and of those in it."""
     hints = type_hints(schema)
+    found: list[Key] = []
     for field in fields(schema):
         kind = hints[field.name]
         if is_dataclass(kind):
-            yield from keys(cast(type, kind), f"{prefix}{field.name}.")
+            found += keys(cast(type, kind), f"{prefix}{field.name}.")
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         bare = _without_none(kind)
-        yield Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"])
+        found.append(Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"]))
+    return tuple(found)
 
 
 @cache

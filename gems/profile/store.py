@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -53,13 +54,15 @@ _INCREMENTAL = ("profile.on", "machine.device_bytes", "optimizer.num_states", "p
 
 def versions() -> dict[str, str]:
     """Return the versions that a profile depends on, without importing what they are of."""
-    found = {"gems": gems.__version__}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return {"gems": gems.__version__, **{name: _version(name) for name in DISTRIBUTIONS}}
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "none"
 
 
 def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gems.config import compose, overrides
 from gems.config.overrides import CONF
 from gems.config.schema import StudyConfig
 from gems.errors import ConfigError
@@ -41,6 +42,15 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
     assert {point.spec.name for point in points} == {"mine"}
     assert len({point.folder.path for point in points}) == 8
     assert all(point.folder.path.name.startswith("mine-") for point in points)
+
+
+def test_options_are_composed_once_and_each_word_is_parsed_once() -> None:
+    axes: dict[str, list[Any]] = {"train.steps": list(range(9000, 9006)), "seed": list(range(9000, 9006))}
+    caches = compose._kept_options, overrides._parsed
+    before = [cache.cache_info().misses for cache in caches]
+    assert len(compose_points(StudyConfig(BASE, axes), "mine")) == 36
+    composed, parsed = (cache.cache_info().misses - earlier for cache, earlier in zip(caches, before, strict=True))
+    assert composed <= 1 and parsed <= 1 + len(BASE) + 12  # of 36 points with 7 words each
 
 
 def test_without_axes_and_points_there_is_one_point() -> None:
