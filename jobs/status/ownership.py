@@ -43,10 +43,10 @@ def is_gone(*, force: bool = False) -> Callable[[RunFolder, Owner], None]:
             raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
         doubt, job = None, None
         try:
-            if owner.job_id is not None:
-                job = _find(owner.job_id)
-            elif is_submitting(status, owner):
+            if is_submitting(status, owner):  # perhaps with the job's number: status.json is written after it
                 job = complete_submissions([folder]).get(owner.token)
+            if job is None and owner.job_id is not None:
+                job = _find(owner.job_id)
         except SlurmError as error:
             doubt = str(error)
         if job is not None and job.is_active:

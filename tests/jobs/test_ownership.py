@@ -113,11 +113,12 @@ def test_a_process_on_another_host_is_gone_if_it_is_old_and_the_user_says_so(
         take(folder, is_gone(force=force))
 
 
+@pytest.mark.parametrize("job_id", [None, "43"])
 def test_a_submission_on_another_host_is_found_by_its_script(
-    folder: RunFolder, slurm: FakeSlurm, tmp_path: Path
+    folder: RunFolder, slurm: FakeSlurm, job_id: str | None
 ) -> None:
-    """Its caller may be alive or not: the job is in the queue."""
-    owned_by(folder)
+    """Its caller may be alive or not, and may have written the job's number as the owner: the job is in the queue."""
+    owned_by(folder, job_id=job_id)
     folder.write_status("submitting", token="t", host="login9", pid=7)
     folder.logs.mkdir()
     script = folder.logs / ".submission_file_t.sh"
