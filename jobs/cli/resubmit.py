@@ -31,7 +31,7 @@ OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 # Keys that leave the results of a run as they are, or only make it longer.
 CLUSTER = "cluster."
 MAY_CHANGE = (f"{CLUSTER}KEY", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
-              "train.hang_timeout_s", "train.resume")  # fmt: skip
+              "train.max_failed_saves", "train.hang_timeout_s", "train.resume")  # fmt: skip
 NEEDS_CHANGE = (
     FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder
 from tests.engine.toys import make_spec
+from tests.small_disk import small_disk
 
 
 def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed: int = 0, **changes):
@@ -140,3 +141,13 @@ def test_a_folder_without_a_checkpoint_and_a_truncated_file_are_refused(tmp_path
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         weights.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_named_and_leaves_no_part(tmp_path):
+    """torch hides the system's error under its own."""
+    layers = [("linear", torch.nn.Linear(500, 500))]
+    pipeline = SimpleNamespace(replica=0, modules={(0, 0): None}, named_layers=lambda key: layers)
+    with small_disk(tmp_path / "disk", 256) as disk:
+        with pytest.raises(OSError, match="No space left on device"):
+            weights.save(pipeline, disk.path)
+        assert not list(disk.path.iterdir())
