@@ -11,8 +11,9 @@ VERBS = {
         "jobs.cli.submit:submit",
         "run here, or on SLURM when the cluster preset says so: after a preflight, and a question if the job is "
         "expensive [--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one; "
-        "--force: although nobody can tell whether the folder's last job has ended]",
-        ("--dry-run", "--yes", "--force", AUTO_CLUSTER),
+        "--force: although nobody can tell whether the folder's last job has ended] "
+        "[--after RUN: when its job has ended] [--chain N: N jobs, one after the other, until the steps are done]",
+        ("--dry-run", "--yes", "--force", AUTO_CLUSTER), {"--after": (), "--chain": ()},
     ),
     "probe": Verb(
         "jobs.cli.probe:probe", "try MPI and device memory with two ranks, here or as a small job: [key=value ...] "

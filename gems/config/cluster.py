@@ -132,6 +132,7 @@ class ClusterConfig:
         [], "nodes not to use", accepts=NODE.fullmatch, form="must be names of nodes, as in [n001,'n[003-005]']",
         in_run_id=False,
     )  # fmt: skip
+    array: bool = flag(True, "submit points of a study with equal jobs as one job array", in_run_id=False)
     runs_per_job: int = number(1, "one-node points of a study that share a job, in turn", min=1, in_run_id=False)
     confirm_above_gpu_hours: float | None = number(None, "GPU-hours above which to ask; null: never", in_run_id=False)
     signal_before_end_s: int = number(

@@ -53,7 +53,7 @@ def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tupl
     """
     root = code_root()
     if root.is_file():  # we run from a snapshot: what we prepare runs from the same
-        _share(root, target)
+        share(root, target)
         return hash_of(target)
     sources = list(_sources(root))
     sources += sorted((name, data) for name, data in own if name.partition("/")[0] not in (*PACKAGES, "__main__.py"))
@@ -62,7 +62,7 @@ def take_snapshot(target: Path, cache_dir: str | None = None, own: Iterable[tupl
         if not zipfile.is_zipfile(kept):
             kept.parent.mkdir(parents=True, exist_ok=True)
             _write(kept, _archive(sources))
-        _share(kept, target)
+        share(kept, target)
     except OSError:  # a cache that cannot be written is passed over
         _write(target, _archive(sources))
     return hash_of(target)
@@ -115,7 +115,8 @@ def _write(path: Path, data: bytes) -> None:
         partial.chmod(0o444)  # other runs share it
 
 
-def _share(kept: Path, target: Path) -> None:
+def share(kept: Path, target: Path) -> None:
+    """Put a file that nobody changes at `target` too: by a hard link, or as a copy where there are none."""
     with atomic_write(target) as partial:
         try:
             os.link(kept, partial)

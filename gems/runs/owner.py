@@ -59,7 +59,7 @@ class Owner:
     def is_mine(self) -> bool:
         """Whether this process is the owner, or in the job that is, in which no other process here has the folder."""
         is_own = self.is_alive_here and self.pid == os.getpid()
-        if self.job_id is None or self.job_id != os.environ.get("SLURM_JOB_ID"):
+        if self.job_id is None or self.job_id != own_job_id():
             return self.job_id is None and bool(is_own)
         return bool(is_own) or not self.is_alive_here
 
@@ -75,6 +75,12 @@ class Owner:
 
 
 Verify = Callable[[RunFolder, Owner], None]
+
+
+def own_job_id() -> str | None:
+    """Return the number of the job that this process is in, as 41_7 in a job array; None outside of one."""
+    task = [os.environ.get(name) for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
+    return "_".join(map(str, task)) if all(task) else os.environ.get("SLURM_JOB_ID")
 
 
 def is_alive_here(record: Mapping[str, Any]) -> bool | None:
@@ -165,7 +171,7 @@ def hold(folder: RunFolder) -> None:
     """Make this process, with the job that it is in, the owner unless it is; raises as `take`."""
     owner = read_owner(folder)
     if owner is None or not owner.token or owner.is_released or not owner.is_mine:
-        take(folder, job_id=os.environ.get("SLURM_JOB_ID"))
+        take(folder, job_id=own_job_id())
 
 
 def release(folder: RunFolder) -> None:

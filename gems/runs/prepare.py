@@ -6,17 +6,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-import yaml
-
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
-from gems.runs.folder import RunFolder, older_folders
+from gems.runs.folder import RunFolder, older_folders, to_yaml
 from gems.runs.owner import check_free
-from gems.runs.provenance import write_bundle
+from gems.runs.provenance import share_bundle, write_bundle
 from gems.runs.run_plan import RunPlan, plan_run, predict_peaks, with_strips_chosen
 from gems.utils.atomic_io import atomic_write, write_json
 
@@ -26,12 +24,13 @@ def prepare(
     plan: RunPlan | None = None,
     needs_labels: bool = True,
     own: Callable[[RunFolder], object] = check_free,
+    like: RunFolder | None = None,
 ) -> RunFolder:
     """Make the folder of a resolved run and write what its ranks read: configuration, schedule, partition, memory plan.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
     attempts/<number>/, so nothing recorded is lost. `own` is called before anything is written: it makes the caller the
-    owner of the folder, or checks that nobody is.
+    owner of the folder, or checks that nobody is. `like` is a run just prepared, whose code is taken for this one.
 
     Raises:
         ConfigError: no permission, another configuration in the folder, another owner of it, a schedule that cannot
@@ -58,7 +57,7 @@ def prepare(
         if folder.run_yaml.exists():
             folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
         with atomic_write(folder.run_yaml) as partial:
-            partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
+            partial.write_text(to_yaml(spec))
         if made.costs != spec.cost:
             write_json(folder.costs_json, asdict(made.costs), indent=None)
         folder.write_schedule(made.schedule)
@@ -71,7 +70,7 @@ def prepare(
             write_json(folder.memory_json, made.memory_plan.to_json() | {"predicted": made.memory.to_json()})
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
-        summary = write_bundle(folder.provenance, spec)
+        summary = write_bundle(folder.provenance, spec) if like is None else share_bundle(folder, like)
         write_json(folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)})
         folder.write_status("prepared")
     except OSError as error:

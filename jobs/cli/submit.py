@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import release, take
+from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
@@ -19,13 +20,17 @@ from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import collect as collect_run
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
-from jobs.launch.own_job import own_job_id
-from jobs.launch.submission import prepare_here, submit_run
+from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import is_on_site, passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.status.ownership import is_gone
+from jobs.status.lookup import RUNS_DIR, find_one_run
+from jobs.status.ownership import is_gone, read_chain
+from jobs.status.run_status import run_statuses
+
+AFTER, CHAIN = "--after", "--chain"
+MAX_CHAIN = 100
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:
@@ -58,26 +63,53 @@ def submit(spec: RunSpec, options: Options) -> int:
     """Run here and return the exit code, or submit to SLURM and return 0, or 1 if the user does not confirm the cost.
 
     A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the
-    terminal or by --yes. With --force a folder's owner is taken for gone if nobody can tell. With --dry-run nothing
-    starts and no folder is made: the batch script (here: the launcher's command line) goes to stdout as it would be
-    used, the resources and the preflight to stderr.
+    terminal or by --yes. --after RUN starts it when that run's job has ended; --chain N submits N jobs, each of which
+    continues the run where the one before had to stop. With --force a folder's owner is taken for gone if nobody can
+    tell. With --dry-run nothing starts and no folder is made: the batch script (here: the launcher's command line) goes
+    to stdout as it would be used, the resources and the preflight to stderr.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm.
         DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
     """
-    job = job_spec(spec)
+    job, num_jobs = job_spec(spec), _chain_length(options)
+    for option in (AFTER, CHAIN):
+        if option in options.chosen and not job.is_batch:
+            value = options.chosen[option]
+            raise ConfigError(option, value, "needs jobs of SLURM's, and this run starts here", "choose a cluster=")
+    job = replace(job, after=_job_to_await(spec, options))
     check_limits(spec, job)
     if DRY_RUN in options.flags:
         _show(spec, job, options)
         return 0
     if job.is_batch:
-        return _submit_to_slurm(spec, job, options)
+        return _submit_to_slurm(spec, job, options, num_jobs)
     folder = prepare_here(spec, job, force=FORCE in options.flags)
     code = launch(folder, spec, table_on_stderr=options.json)
     if options.json:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
     return code
+
+
+def _chain_length(options: Options) -> int:
+    text = options.chosen.get(CHAIN, "1")
+    if not (text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MAX_CHAIN):
+        raise ConfigError(CHAIN, text, f"must be a whole number of jobs, 1 to {MAX_CHAIN}")
+    return int(text)
+
+
+def _job_to_await(spec: RunSpec, options: Options) -> str | None:
+    """Return the job that --after names by its run, the last one of a chain; None if the run has ended."""
+    if (name := options.chosen.get(AFTER)) is None:
+        return None
+    folder = find_one_run([f"{RUNS_DIR}{spec.runs_dir}", name], "submit")
+    (run,) = run_statuses([folder]).runs
+    if not run.is_active:
+        report("jobs", f"{AFTER} {name}: it is {run.state}, so that there is nothing to wait for")
+        return None
+    if run.job_id is None:
+        raise ConfigError(AFTER, name, f"is {run.state}, and no job of SLURM's", "wait for it: nothing else would")
+    return (read_chain(folder) or [run.job_id])[-1]
 
 
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
@@ -104,14 +136,16 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     report("jobs", f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
-def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
-    submitted = submit_run(spec, job, assume_yes=YES in options.flags, force=FORCE in options.flags)
+def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
+    is_sure, is_forced = YES in options.flags, FORCE in options.flags
+    submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
     if submitted is None:
         return 1
     (job_id, checks), folder = submitted, RunFolder.of(spec)
+    chain = submit_chain(spec, job, folder, job_id, num_jobs) if num_jobs > 1 else [job_id]
     if options.json:
         print_json({
-            "job_id": job_id, "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log"),
+            "job_id": job_id, "chain": chain, "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log"),
             "preflight": [check.to_dict() for check in checks],
         })  # fmt: skip
         return 0
@@ -119,6 +153,8 @@ def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
     if (note := NodeBlocklist(folder.path.parent).note(spec.cluster.name)) is not None:
         report("jobs", note)
     print(f"job     {job_id}: {job.summary()}\nfolder  {folder.path}")
+    if len(chain) > 1:
+        print(f"chain   {', '.join(chain)}, each after the one before, until the steps are done")
     for what, words in (("follow", "logs -f"), ("state ", "status")):
         print(f"{what}  python -m jobs {words} {shlex.quote(str(folder.path))}")
     return 0

@@ -23,6 +23,7 @@ from jobs.diagnosis.evidence import Evidence, text
 from jobs.diagnosis.log_patterns import Finding
 from jobs.diagnosis.node_blocklist import LIFE, MIN_FAILURES, NodeBlocklist
 from jobs.diagnosis.root_cause import describe_position, is_consequence
+from jobs.slurm.jobs import NEVER_SATISFIED
 from jobs.status.run_status import read_spec, whole
 
 SCHEMA = "gems.diagnosis/1"
@@ -323,6 +324,11 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
             return (f"{command} cluster.minutes{minutes}{resumes}", *checkpoints)
         case FailureCause.PREEMPTED | FailureCause.CANCELLED | FailureCause.STOPPED:
             return (again, *checkpoints)
+        case FailureCause.WAITING if NEVER_SATISFIED in text:
+            return (
+                f"python -m jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
+                "to wait for the end of a run, however it ends: python -m jobs submit --after RUN",
+            )
         case FailureCause.STALLED:
             has_stacks = evidence.folder.stacks(0).parent.is_dir()
             return (

@@ -13,11 +13,12 @@ from typing import Self
 from gems.errors import SIGNAL_BASE, GemsError, TryLaterError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
-from gems.runs.owner import Owner, read_owner, take
+from gems.runs.owner import Owner, own_job_id, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from jobs.launch.launch import StopRequest, launch
-from jobs.launch.own_job import own_job_id
+from jobs.launch.own_job import hand_over, is_over, num_restarts
+from jobs.status.ownership import read_chain
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -61,8 +62,12 @@ class BatchJob:
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
     """Launch a prepared run in its job and return the exit code, unless the folder has a later owner."""
-    if (other := _other_owner(folder, token)) is None:
+    other = _other_owner(folder, token) if num_restarts() else None  # a job that is new may not be recorded yet
+    if other is None:
         wait_for_submission(folder)
+        if own_job_id() in read_chain(folder) and is_over(status := folder.read_status()):
+            report("jobs", f"the run is {status.get('state')}; this job of its chain has nothing to do")
+            return 0
         other = claim(folder, token)
     if other is not None:
         job = f"job {other.job_id}" if other.job_id is not None else f"process {other.pid} on {other.host}"
@@ -70,7 +75,9 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         return 0
     try:
         work = BatchJob((str(folder.path),))
-        return launch(folder, folder.read_spec(), echo=False, request=request, work=work)
+        code = launch(folder, folder.read_spec(), echo=False, request=request, work=work)
+        hand_over(folder)
+        return code
     except GemsError as error:
         report("jobs", str(error))
         code, cause_class = error.exit_code, str(classify_error(error).cause)
@@ -84,7 +91,8 @@ def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -
     """Wait until the submitting process has recorded this job: it would write "submitted" over a later state."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
-    while folder.read_status().get("job_id") != own_job_id() and time.monotonic() < deadline_s:
+    own = own_job_id()
+    while own not in (folder.read_status().get("job_id"), *read_chain(folder)) and time.monotonic() < deadline_s:
         pause.wait(POLL_S)
 
 
@@ -92,6 +100,9 @@ def _other_owner(folder: RunFolder, token: str) -> Owner | None:
     """Return the owner of a folder unless it is this job or its submission."""
     owner, own = read_owner(folder), own_job_id()
     if owner is None or owner.is_mine or (own is not None and owner.job_id == own):
+        return None
+    chain = read_chain(folder)
+    if own in chain and owner.job_id in chain[: chain.index(own)]:  # which has ended: this one starts after it
         return None
     return owner if not token or owner.token != token else None
 

@@ -20,7 +20,7 @@ from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ran
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
-from gems.runs.owner import hold, release
+from gems.runs.owner import hold, own_job_id, release
 from gems.runs.provenance import check_run_yaml
 from gems.utils.atomic_io import read_json, reserve, write_json
 from gems.utils.process_tree import start_time
@@ -32,13 +32,13 @@ from jobs.launch import own_job
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.rank_watch import RankWatch, is_gone
-from jobs.launch.transaction import Work
-from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, job_spec
+from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
+from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_or_empty
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take these for theirs.
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
-JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, own_job.REQUEUES_JSON, "logs")
+JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, CHAIN_JSON, own_job.REQUEUES_JSON, "logs")
 SWEEP_LIMIT_S = 120.0
 BATCH_GRACE_S = 2.0  # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
 
@@ -104,7 +104,7 @@ def launch(
         argv = command(job, folder)
         environment = _environment(job, spec, echo)
         hold(folder)
-        pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
+        pid, own_id, requeues = os.getpid(), own_job_id(), len(own_job.read_requeues(folder))
         facts: dict[str, Any] = {
             "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
             "command": argv, "started_utc": now_utc(),
@@ -161,9 +161,11 @@ def launch(
 
 
 def _give_back(folder: RunFolder) -> None:
-    """Release the folder unless this job is to start again."""
+    """Release the folder unless this job is to start again, or the next of its chain is to continue."""
     with contextlib.suppress(OSError):  # the folder is gone
-        if read_or_empty(folder.status_json).get("state") != "requeued":
+        status = read_or_empty(folder.status_json)
+        continues = own_job.next_in_chain(folder) is not None and not own_job.is_over(status)
+        if status.get("state") != "requeued" and not continues:
             release(folder)
 
 

@@ -5,31 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import SIGNAL_BASE, ConfigError
+from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.owner import verify_gone
+from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.root_cause import Failure
-from jobs.launch.transaction import Ownership, Work, submit_owned
+from jobs.launch.transaction import Ownership, submit_owned
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm.command import run_slurm
-from jobs.slurm.resources import JobSpec
+from jobs.slurm.resources import JobSpec, Work
+from jobs.status.ownership import read_chain
 from jobs.status.run_status import read_or_empty
 
 REQUEUES_JSON = "requeues.json"
-LAUNCHER, SLURM = "launcher", "SLURM"
+LAUNCHER, SLURM, CHAIN = "launcher", "SLURM", "chain"
 QUERY_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
 REQUEUE_LIMIT_S = 20.0
 EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
@@ -41,11 +42,6 @@ DESCRIPTIONS: dict[str | None, str] = {
     FailureCause.PREEMPTED: "was preempted", FailureCause.CANCELLED: "was cancelled",
     FailureCause.TIME_LIMIT: "reached its time limit", FailureCause.NODE: "lost a node",
 }  # fmt: skip
-
-
-def own_job_id() -> str | None:
-    """Return the number of the job that this process is in; None outside of one."""
-    return os.environ.get("SLURM_JOB_ID")
 
 
 def num_restarts() -> int:
@@ -90,7 +86,7 @@ def kill_reason(log: Path | None = None) -> str | None:
     except OSError:
         return None
     found = [each for each in map(slurm_jobs.parse_cancellation, text.splitlines()) if each is not None and each.is_job]
-    own = [each for each in found if each.job_id == own_job_id()]
+    own = [each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")]  # of a task its own one too
     return own[-1].cause if own else None
 
 
@@ -188,6 +184,8 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
     options = {str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()}
     if options.get("no-requeue"):
         return "the job was submitted with no-requeue"
+    if (following := next_in_chain(folder)) is not None:
+        return f"job {following} of its chain continues"
     if cluster.max_requeues == 0:
         return "cluster.max_requeues=0"
     rows = read_requeues(folder)
@@ -218,12 +216,36 @@ def requeue_run(
             raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
         with Ownership(verify_gone) as ownership:
             ownership.take(folder)
-            new_id = submit_owned(spec, job, ownership, work, "requeued", facts)
+            (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
     except (ConfigError, OSError) as refusal:
         write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
         return f"no requeue, {error}; {refusal}"
     report("jobs", f"no requeue, {error}; the run continues as job {new_id}")
     return None
+
+
+def next_in_chain(folder: RunFolder) -> str | None:
+    """Return the ID of the job that continues this run when this process's job has ended, or None."""
+    own, chain = own_job_id(), read_chain(folder)
+    following = chain[chain.index(own) + 1 :] if own in chain else []
+    return following[0] if following else None
+
+
+def is_over(status: Mapping[str, Any]) -> bool:
+    """Return whether a chain has nothing left to do: the run is finished or cancelled, or would fail again."""
+    codes = (ConfigError.exit_code, DoesNotFitError.exit_code)
+    return status.get("state") in ("finished", "cancelled") or status.get("exit_code") in codes
+
+
+def hand_over(folder: RunFolder) -> None:
+    """Record that the next job of the chain continues the run, unless it is over or this job itself starts again."""
+    status, following = folder.read_status(), next_in_chain(folder)
+    if following is None or is_over(status) or status.get("state") == "requeued":
+        return
+    more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
+    count = add_requeue(folder, str(status.get("cause")), CHAIN, status.get("stopped_step"))
+    folder.write_status("requeued", **{**more, "job_id": following, "requeue_count": count})
+    report("jobs", f"the run continues as job {following}, the next of its chain")
 
 
 def end_saved_run(

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from gems.config.schema import RunSpec
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import check_free
+from gems.runs.owner import check_free, new_token
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import RunPlan, plan_run
+from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
-from jobs.launch.transaction import Ownership, submit_owned
+from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
+from jobs.slurm.jobs import name_submission
 from jobs.slurm.limits import check_limits, check_submission
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.status.ownership import is_gone
+from jobs.status.ownership import CHAIN_JSON, is_gone
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
@@ -37,11 +41,12 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
 
 
 def submit_run(
-    spec: RunSpec, job: JobSpec, *, assume_yes: bool, force: bool = False
+    spec: RunSpec, job: JobSpec, *, assume_yes: bool, force: bool = False, num_jobs: int = 1
 ) -> tuple[str, list[Check]] | None:  # fmt: skip
     """Submit a run to SLURM and return the job's number and the checks that it passed; None if its cost is refused.
 
-    With `force` the owner of the folder is taken for gone if nobody can tell.
+    With `force` the owner of the folder is taken for gone if nobody can tell. `num_jobs` is the length of the chain
+    that the job begins, all of which is confirmed.
     """
     from jobs.slurm.executor import executor, need_sbatch
 
@@ -52,7 +57,7 @@ def submit_run(
     check_free(folder, is_gone(force=force))
     plan = cache(partial(plan_run, spec))
     checks = passed(preflight(spec, job, script, plan))
-    if not is_confirmed([job], spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
+    if not is_confirmed([job] * num_jobs, spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
         report("jobs", "nothing is submitted")
         return None
     return submit_together([spec], job, [plan()], force=force), checks
@@ -69,7 +74,31 @@ def submit_together(
     with Ownership(is_gone(force=force)) as ownership:
         folders = [prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)]
         work = BatchJob(tuple(str(folder.path) for folder in folders))
-        return submit_owned(specs[0], job, ownership, work)
+        (job_id,) = submit_owned(specs[0], job, ownership, [work])
+        return job_id
+
+
+def submit_chain(spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int) -> list[str]:
+    """Submit the jobs that continue a run when its first one, `job_id`, has ended; return all of the chain.
+
+    Each starts after the one before, resumes from the newest checkpoint, and ends at once if nothing is left to do. If
+    sbatch refuses one, the chain is shorter, and that is reported.
+    """
+    from jobs.slurm.executor import submit_job
+
+    chain, work = [job_id], BatchJob((str(folder.path),))
+    for _ in range(num_jobs - 1):
+        token = new_token()
+        with SignalsWait():
+            try:
+                following = submit_job(spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token)
+            except ConfigError as error:
+                report("jobs", f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
+                break
+            chain.append(following)
+            write_json(folder.path / CHAIN_JSON, {"jobs": chain})
+            name_submission(folder.logs, token, following)
+    return chain
 
 
 def prepare_here(spec: RunSpec, job: JobSpec, *, force: bool = False) -> RunFolder:

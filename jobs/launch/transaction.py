@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import types
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
@@ -14,20 +16,10 @@ from gems.runs.owner import Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from jobs.slurm.jobs import name_submission
-from jobs.slurm.resources import JobSpec
+from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import SUBMITTING, record_submission
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Work(Protocol):
-    """What a batch script calls."""
-
-    def __call__(self) -> None:
-        """Run the job."""
-
-    def with_token(self, token: str) -> Self:
-        """Return the same for the submission of this token."""
 
 
 class SignalsWait:
@@ -70,47 +62,76 @@ class Ownership:
         """Make this process the owner; raises TryLaterError unless the owner before is proven gone."""
         self.taken.append((folder, take(folder, self._verify, token=self.token)))
 
+    def part(self, folders: Iterable[RunFolder]) -> Ownership:
+        """Return the ownership of some of the folders, by a token of its own, for a submission of their own.
+
+        `release` of the whole gives back what the part does not submit.
+        """
+        chosen, part = {folder.path for folder in folders}, Ownership(self._verify)
+        for index, (folder, owner) in enumerate(self.taken):
+            if folder.path in chosen:
+                self.taken[index] = (folder, owner.update(folder, token=part.token))
+                part.taken.append(self.taken[index])
+        return part
+
+    def release(self) -> None:
+        """Give back the folders that were not submitted."""
+        for folder, owner in self.taken:
+            if read_owner(folder) == owner:  # else SLURM has its job, or may have
+                owner.release(folder)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for folder, owner in self.taken if kind is not None else ():
-            if read_owner(folder) == owner:  # else SLURM has its job, or may have
-                owner.release(folder)
+        if kind is not None:
+            self.release()
 
 
 def submit_owned(
-    spec: RunSpec, job: JobSpec, ownership: Ownership, work: Work, state: str = "submitted",
-    facts: dict[str, Any] | None = None,
-) -> str:  # fmt: skip
-    """Submit the prepared runs of one job, record it as their owner with `state` and `facts`, and return its number.
+    spec: RunSpec, job: JobSpec, ownership: Ownership, works: Sequence[Work], state: str = "submitted",
+    facts: dict[str, Any] | None = None, home: RunFolder | None = None,
+) -> list[str]:  # fmt: skip
+    """Submit prepared runs, one job or an array of several works, and return the number of each work's job.
 
-    Raises as `submit_job`; unless nobody can tell whether SLURM has the job, the runs are as before then.
+    The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of an array's script
+    and output. Raises as `submit_job`; unless nobody can tell whether SLURM has the job, the runs are as before then.
     """
     from jobs.slurm.executor import UnclearSubmissionError, submit_job
 
-    token, pid = ownership.token, os.getpid()
-    folders = [folder for folder, _ in ownership.taken]
+    token, pid, is_array = ownership.token, os.getpid(), len(works) > 1
+    firsts = [RunFolder(Path(work.run_folders[0])) for work in works]
+    home = home if home is not None and is_array else firsts[0]
+    task_of = {path: task for task, work in enumerate(works) for path in work.run_folders}
+    taken = [(folder, owner, task_of[str(folder.path)]) for folder, owner in ownership.taken]
     where = {"token": token, "host": os.uname().nodename, "pid": pid, "pid_started": start_time(pid)}
-    before = [folder.read_status() for folder in folders]
+    before = [folder.read_status() for folder, _, _ in taken]
+
+    def mark(**more: Any) -> None:
+        for folder, _, task in taken:
+            own = {"task": task} if is_array else {}
+            folder.write_status(SUBMITTING, **{**(facts or {}), **where, **own, **more})
+
     with SignalsWait() as signals:
-        for folder in folders:
-            folder.write_status(SUBMITTING, **{**(facts or {}), **where})
+        mark()
         try:
-            job_id = submit_job(spec, job, folders[0], work.with_token(token), token)
-            name_submission(folders[0].logs, token, job_id)
-            for folder, owner in ownership.taken:
-                record_submission(folder, owner, job_id, state, facts)
+            number = submit_job(spec, job, home, [work.with_token(token) for work in works], token)
+            job_ids = [f"{number}_{task}" for task in range(len(works))] if is_array else [number]
+            name_submission(home.logs, token, number)
+            for first, job_id in zip(firsts, job_ids, strict=True):
+                name_submission(first.logs, token, job_id)
+            for folder, owner, task in taken:
+                record_submission(folder, owner, job_ids[task], state, facts)
         except (UnclearSubmissionError, OSError):  # the next command looks for the job: this process is done with it
-            for folder, owner in ownership.taken:
+            for folder, owner, _ in taken:
                 owner.update(folder, pid=0)
-                folder.write_status(SUBMITTING, **{**(facts or {}), **where, "pid": 0})
+            mark(pid=0)
             raise
         except BaseException:
-            for folder, status in zip(folders, before, strict=True):
+            for (folder, _, _), status in zip(taken, before, strict=True):
                 folder.write_status(**{name: value for name, value in status.items() if name != "updated_utc"})
             raise
         if signals.came or set(SIGNALS) & signal.sigpending():
-            name = folders[0].path.name
-            report("jobs", f"interrupted, and job {job_id} is submitted: `python -m jobs cancel {name}` ends it")
-    return job_id
+            name = firsts[0].path.name
+            report("jobs", f"interrupted, and job {number} is submitted: `python -m jobs cancel {name}` ends it")
+    return job_ids

@@ -75,19 +75,9 @@ def preflight(
     )
     yield Check("configuration", True, counts)
     yield _check("folder", lambda: _check_folder(spec, job))
-    cluster = spec.cluster
     if job.is_batch and script is not None:
-        yield _check("limits", lambda: _check_limits(spec, job, here))
-        away = f"not asked: {host_names()[0]} is no login node of {cluster.name}"
-        partitions = cache(partial(query_partitions, cluster.partition))
-        looks: dict[str, Callable[[], Outcome]] = {
-            "partition": lambda: _check_partitions(spec, job, partitions()),
-            "account": lambda: check_account(spec, query_accounts()),
-            "sbatch": lambda: check_script(cluster.name, script, _shortage(job, partitions)),
-        }
-        for name, look in looks.items():
-            yield _check(name, look) if here else Check(name, None, away)
-        limit = cluster.confirm_above_gpu_hours
+        yield from site_checks(spec, job, script, here=here)
+        limit = spec.cluster.confirm_above_gpu_hours
         confirm = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it must be confirmed"
         yield Check("cost", True, f"at most {describe_cost([job])}{confirm}")
         yield _check("probe", lambda: _check_probe(spec, job))
@@ -99,6 +89,20 @@ def preflight(
     yield _check("memory", lambda: _check_memory(spec, plan))
     yield _check("room", lambda: _check_checkpoints(spec, plan))
     yield _check("time", lambda: _check_time(spec, job, plan))
+
+
+def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) -> Iterator[Check]:
+    """Check whether the site takes a job; the answer is that for every run with an equal one."""
+    yield _check("limits", lambda: _check_limits(spec, job, here))
+    away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
+    partitions = cache(partial(query_partitions, spec.cluster.partition))
+    looks: dict[str, Callable[[], Outcome]] = {
+        "partition": lambda: _check_partitions(spec, job, partitions()),
+        "account": lambda: check_account(spec, query_accounts()),
+        "sbatch": lambda: check_script(spec.cluster.name, script, _shortage(job, partitions)),
+    }
+    for name, look in looks.items():
+        yield _check(name, look) if here else Check(name, None, away)
 
 
 def passed(checks: Iterable[Check]) -> list[Check]:

@@ -5,6 +5,9 @@ by ONE srun step (submitit's own srun is switched off). So a job leaves one log 
 rank; post-processing happens outside of MPI; the launch is that of a local run; and a failure is recorded in
 status.json without SLURM's accounting, which not every site has.
 
+Runs whose jobs are equal can share one submission, a job array. The script finds the run of its task by the index, and
+from there on is that of the run alone: its code, its callable and its results are in the run's own folder.
+
 The only module that imports submitit; it is imported when it is needed.
 """
 
@@ -16,7 +19,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,13 @@ from gems.utils.stdio import report
 from jobs.slurm.command import SlurmError, SlurmRefusedError, run_slurm
 from jobs.slurm.jobs import find_submitted, pickle_path, script_path
 from jobs.slurm.limits import refusal
-from jobs.slurm.resources import JobSpec
+from jobs.slurm.resources import JobSpec, Work
 
 OWN_KEYS = {
     "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
     "ntasks-per-node": "cluster.ranks_per_node", "cpus-per-task": "cluster.cpus_per_rank",
     "gpus-per-node": "cluster.gpus_per_node", "gpus-per-task": "cluster.gpu_request", "time": "cluster.minutes",
-    "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "name",
+    "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "cluster.array",
     "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
 }  # fmt: skip
 SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
@@ -50,11 +53,13 @@ class Executor(SlurmExecutor):
     """submitit's executor with a script that can be printed on any machine, and without submitit's own signal.
 
     Its `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one minute. `python` is the
-    command that runs submitit's program: an interpreter, or one with a code archive.
+    command that runs submitit's program: an interpreter, or one with a code archive; `logs` is the word of the script
+    for the folder of what that program reads and writes. SLURM's output goes to `folder`.
     """
 
-    def __init__(self, folder: Path, python: Sequence[str]) -> None:
-        super().__init__(folder, python=shlex.join(python))
+    def __init__(self, folder: Path, python: str, logs: str) -> None:
+        super().__init__(folder, python=python)
+        self._logs = logs
 
     @classmethod
     def name(cls) -> str:
@@ -69,7 +74,7 @@ class Executor(SlurmExecutor):
     @property
     def _submitit_command_str(self) -> str:
         # exec: SLURM's SIGTERM and the job's exit code are then the launching process's, not the shell's
-        return f"exec {self.python} submitit.core._submit {shlex.quote(str(self.folder))}"
+        return f"exec {self.python} submitit.core._submit {self._logs}"
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
@@ -82,23 +87,29 @@ class Executor(SlurmExecutor):
         return self._make_submission_file_text(command or self._submitit_command_str, "")
 
 
-def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
-    """Build the executor of a run; its `script()` and its submission are the same text.
+def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[RunFolder] = ()) -> Executor:
+    """Build the executor of a run, or of an `array` of runs; its `script()` and its submission are the same text.
 
-    Raises ConfigError for a name, path or option that SLURM would read as something else.
+    The output of an array's tasks goes to the logs of `folder`, which belongs to none of them, and has a name in the
+    logs of each run too. Raises ConfigError for a name, path or option that SLURM would read as something else.
     """
-    _check_path(spec, job, folder)
+    for each in (folder, *array):
+        _check_path(spec, job, each)
     cluster = spec.cluster
-    code = str(folder.code_zip) if job.snapshot else "-m"
+    run, quote = (RunFolder(Path("$run")), '"{}"'.format) if array else (folder, shlex.quote)
+    code = quote(str(run.code_zip)) if job.snapshot else "-m"
     # without the site's modules a run would fail less clearly
     modules = [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"] if cluster.modules else []
-    made = Executor(folder.logs, python=[sys.executable, "-u", code])
+    made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
     made.update_parameters(
         job_name=spec.name, nodes=job.nodes, ntasks_per_node=job.tasks_per_node, cpus_per_task=job.cpus_per_task,
         time=job.minutes, partition=cluster.partition, wckey=None, stderr_to_stdout=True, use_srun=False,
         account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
-        setup=[*modules, *cluster.setup, *_exports(spec, job)], additional_parameters=_options(cluster, job),
+        setup=[*_task_lines(folder, array), *modules, *cluster.setup, *_exports(spec, job)],
+        additional_parameters=_options(cluster, job),
     )  # fmt: skip
+    if array:
+        made.parameters |= {"map_count": len(array), "array_parallelism": len(array)}
     return made
 
 
@@ -106,30 +117,50 @@ class UnclearSubmissionError(TryLaterError):
     """Nobody can tell whether SLURM has taken a job."""
 
 
-def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None], token: str) -> str:
-    """Submit a prepared run and return the job's number; `work` is what the batch script calls.
+def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
+    """Return the lines by which a task of an array finds its run, and gives the run's logs a name of its output.
 
-    The names of the script and of the pickled `work` hold the token, until `name_submission`.
+    A hard link survives the removal of the other name; some file systems have none between folders.
+    """
+    if not array:
+        return []
+    output = f"{shlex.quote(str(folder.logs))}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_0_log.out"
+    return [
+        f"runs=({shlex.join(str(run.path) for run in array)})", "run=${runs[SLURM_ARRAY_TASK_ID]}",
+        f'{{ ln {output} "$run/logs/" || ln -s {output} "$run/logs/"; }} 2>/dev/null',
+    ]  # fmt: skip
+
+
+def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+    """Submit prepared runs and return the job's number: one job, or an array with a task for each of several works.
+
+    `folder` is the run's, or of an array that of the script and the output. The names of the script and of the pickled
+    works, which are in the logs of each task's first run, hold the token until `name_submission`.
 
     Raises:
         UnclearSubmissionError: sbatch did not say whether SLURM has the job, and squeue does not either.
         TryLaterError: the queue takes no more jobs now, or SLURM cannot be reached.
         ConfigError: sbatch refuses it.
     """
-    made = executor(spec, job, folder)
-    script, pickle = script_path(folder.logs, token), pickle_path(folder.logs, token)
-    folder.job_sh.write_text(made.script())
+    is_array = len(works) > 1
+    runs = [RunFolder(Path(work.run_folders[0])) for work in works] if is_array else [folder]
+    made = executor(spec, job, folder, runs if is_array else ())
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    script, pickles = script_path(folder.logs, token), [pickle_path(run.logs, token) for run in runs]
+    for run in runs:
+        run.job_sh.write_text(made.script())
     script.write_text(made.script())
-    delayed = DelayedSubmission(work)
-    delayed.set_timeout(job.minutes, made.max_num_timeout)
-    delayed.dump(pickle)
+    for pickle, work in zip(pickles, works, strict=True):
+        delayed = DelayedSubmission(work)
+        delayed.set_timeout(job.minutes, made.max_num_timeout)
+        delayed.dump(pickle)
     try:
         job_id = _call_sbatch(spec.cluster.name, script, token)
     except UnclearSubmissionError:
         raise
     except ConfigError:
-        script.unlink()
-        pickle.unlink()
+        for path in (script, *pickles):
+            path.unlink()
         raise
     if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
         early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
@@ -210,6 +241,8 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
         own["requeue"] = True
+    if job.after is not None:
+        own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), f"afterany:{job.after}")))
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
         own["ntasks"] = str(job.tasks)
     excluded = ",".join(dict.fromkeys(cluster.exclude))

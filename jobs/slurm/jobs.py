@@ -16,6 +16,7 @@ from jobs.slurm.command import SlurmUnavailableError, run_slurm
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
+NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
 ACTIVE = (
     *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
 )  # fmt: skip
@@ -26,7 +27,7 @@ OVER = (
 LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
-SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
+SACCT_FIELDS = ("JobID", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -84,26 +85,37 @@ class JobQuery:
 
 
 def is_job_number(value: object) -> bool:
-    """Return whether a value from a file is a job's number, and nothing that a command could take for an option."""
-    return isinstance(value, str | int) and re.fullmatch(r"[0-9]{1,18}", str(value)) is not None
+    """Return whether a value from a file names a job (41) or a task of a job array (41_7).
+
+    Nothing else passes, as a command could take it for an option.
+    """
+    return isinstance(value, str | int) and re.fullmatch(r"[0-9]{1,18}(_[0-9]{1,9})?", str(value)) is not None
+
+
+def job_order(job_id: str) -> tuple[int, ...]:
+    """Return the key that sorts jobs by the time of their submission, and the tasks of an array by their index."""
+    return tuple(map(int, job_id.split("_")))
 
 
 def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None) -> JobQuery:
     """Query squeue or sacct once for all jobs, or scontrol for one; what is no number is left out.
 
-    squeue also knows jobs that ended some minutes ago; of a job that SLURM started again sacct returns the last start.
-    With `steps` sacct reads the steps too, for their states and their memory. `limit_s` bounds the wait.
+    A job array is asked for as a whole, and all its tasks are returned. squeue also knows jobs that ended some minutes
+    ago; of a job that SLURM started again sacct returns the last start. With `steps` sacct reads the steps too, for
+    their states and their memory. `limit_s` bounds the wait.
     """
-    numbers = sorted({str(number) for number in job_ids if is_job_number(number)}, key=int)
+    numbers = sorted({str(number) for number in job_ids if is_job_number(number)}, key=job_order)
     if not numbers:
         return JobQuery()
-    chosen, (argv, read) = f"--jobs={','.join(numbers)}", QUERIES[source]
+    whole = dict.fromkeys(number.partition("_")[0] for number in numbers)
+    chosen, (argv, read) = f"--jobs={','.join(whole)}", QUERIES[source]
     allocations = ["--allocations"] if source == SACCT and not steps else []
     argv = [*argv, numbers[0], "--oneliner"] if source == SCONTROL else [*argv, *allocations, chosen]
     result = run_slurm(argv, limit_s=limit_s)
     if result.error is not None and "Invalid job id" not in result.error.reason:
         return JobQuery(error=str(result.error))
-    return JobQuery(read(result.lines))
+    jobs = read(result.lines)
+    return JobQuery(dict(zip(numbers, jobs.values(), strict=False)) if source == SCONTROL else jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,7 @@ def list_jobs(chosen: str) -> list[ListedJob]:
     squeue prints its header even if there are no jobs, so that an empty or strange answer is none. Raises
     SlurmUnavailableError or SlurmRefusedError if there is none.
     """
-    result = run_slurm(["squeue", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
+    result = run_slurm(["squeue", "--array", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
     if result.error is not None:
         if "Invalid job id" in result.error.reason:
             return []
@@ -151,8 +163,11 @@ def pickle_path(logs: Path, token: str) -> Path:
 
 
 def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
-    """Find the jobs of submissions among this user's, by one squeue; raises as `list_jobs`."""
-    found = list_jobs(f"--user={os.getuid()}")
+    """Find the jobs of submissions among this user's, by one squeue, of an array an active task if there is any.
+
+    Raises as `list_jobs`.
+    """
+    found = sorted(list_jobs(f"--user={os.getuid()}"), key=lambda job: job.is_active)
     named = ((token, job) for token in tokens for job in found if script_path(Path(), token).name in job.command)
     return dict(named)
 
@@ -160,11 +175,13 @@ def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
 def name_submission(logs: Path, token: str, job_id: str) -> None:
     """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
     script, pickle = script_path(logs, token), pickle_path(logs, token)
-    with contextlib.suppress(FileNotFoundError):
+    named = logs / f"{job_id}_submission.sh"
+    with contextlib.suppress(FileNotFoundError):  # of an array the logs of each run have one, and no script
         pickle.rename(logs / f"{job_id}_submitted.pkl")
-        if not script.is_symlink():
-            script.rename(logs / f"{job_id}_submission.sh")
-            script.symlink_to(logs / f"{job_id}_submission.sh")
+    with contextlib.suppress(FileNotFoundError):
+        if not (script.is_symlink() or named.exists()):
+            script.rename(named)
+            script.symlink_to(named)
 
 
 def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
@@ -187,7 +204,7 @@ def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
 def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
     """Return how many jobs of this user wait or run in a partition and a qos; None if squeue does not answer."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
-    result = run_slurm(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
+    result = run_slurm(["squeue", "--noheader", "--array", "--format=%i", f"--user={os.getuid()}", *chosen])
     return None if result.error is not None else len(result.lines)
 
 
@@ -208,9 +225,9 @@ def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
     rows = [dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines]
     rows = [row for row in rows if row.get("State")]
     for row in rows:
-        number = row["JobIDRaw"]
+        number = row["JobID"]
         if is_job_number(number):
-            steps = [step for step in rows if step["JobIDRaw"].startswith(f"{number}.")]
+            steps = [step for step in rows if step["JobID"].startswith(f"{number}.")]
             sizes = [re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([KMGT]?)", step.get("MaxRSS", "")) for step in steps]
             rss_bytes = max((round(float(size[1]) * SIZES[size[2]]) for size in sizes if size), default=None)
             jobs[number] = _job(row, SACCT, rss_bytes, tuple(_first(step["State"]) for step in steps))
@@ -280,7 +297,7 @@ def failed_node(lines: Iterable[str]) -> str | None:
 
 
 QUERIES: dict[str, tuple[list[str], Callable[[Sequence[str]], dict[str, Job]]]] = {
-    SQUEUE: (["squeue", "--noheader", "--states=all", f"--format={'|'.join(SQUEUE_FIELDS)}"], _read_squeue),
+    SQUEUE: (["squeue", "--noheader", "--array", "--states=all", f"--format={'|'.join(SQUEUE_FIELDS)}"], _read_squeue),
     SACCT: (["sacct", "--noheader", "--parsable2", f"--format={','.join(SACCT_FIELDS)}"], _read_sacct),
     SCONTROL: (["scontrol", "show", "job"], _read_scontrol),
 }

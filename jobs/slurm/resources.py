@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
@@ -14,12 +15,27 @@ PROBE = "probe"
 BATCH = ("srun", "ibrun")  # launchers that work inside an allocation
 
 
+class Work(Protocol):
+    """What a batch script calls: it launches the runs of `run_folders` in turn."""
+
+    @property
+    def run_folders(self) -> tuple[str, ...]:
+        """The run folders."""
+
+    def __call__(self) -> None:
+        """Run the job."""
+
+    def with_token(self, token: str) -> Self:
+        """Return the same for the submission of this token."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """The resources of one run, one task per rank; `python` is the command that starts the ranks' interpreter.
 
     A simulated run has no ranks: it is one process here, whatever the cluster. With `is_probe` ranks only report their
-    placement. With `snapshot` everything is started from the code's archive in the run folder.
+    placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is the number
+    of a job that must have ended, however, before this one starts.
     """
 
     name: str
@@ -34,6 +50,7 @@ class JobSpec:
     minutes: int
     snapshot: bool = False
     is_probe: bool = False
+    after: str | None = None
 
     @property
     def is_batch(self) -> bool:

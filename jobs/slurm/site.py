@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
@@ -17,6 +18,7 @@ UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved", "blocked")
 EVERYBODY = ("ALL", "(null)", "N/A", "")
 STATE_MARKS = "~#@$*%!^+-"  # what sinfo appends to a state
+_answers: list[dict[tuple[str, ...], str]] = []
 NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?")
 
 
@@ -68,12 +70,25 @@ class Accounts:
     is_enforced: bool
 
 
+@contextlib.contextmanager
+def asked_once() -> Iterator[None]:
+    """Keep the answers about the site while this is entered: they are the same for all jobs of a study."""
+    _answers.append({})
+    try:
+        yield
+    finally:
+        _answers.pop()
+
+
 def query_site(*argv: str) -> str:
     """Return what a command prints on either stream; raise SlurmUnavailableError if it fails."""
+    kept = _answers[-1] if _answers else {}
     try:
-        return run_slurm(argv, limit_s=SITE_LIMIT_S).check()
+        if argv not in kept:
+            kept[argv] = run_slurm(argv, limit_s=SITE_LIMIT_S).check()
     except SlurmRefusedError as error:
         raise SlurmUnavailableError(argv[0], error.reason, is_own_message=True) from error
+    return kept[argv]
 
 
 def query_partitions(names: str | None) -> tuple[Partition, ...]:
@@ -115,6 +130,15 @@ def max_nodes(names: str | None) -> int | None:
     except (ConfigError, SlurmUnavailableError):
         return None
     return max(min(each.num_nodes, each.max_nodes or each.num_nodes) for each in found)
+
+
+def max_array_tasks() -> int:
+    """Return how many tasks a job array may have; 1 where the site allows no arrays, or does not say."""
+    try:
+        size = parse_config(query_site("scontrol", "show", "config")).get("MaxArraySize", "")
+    except SlurmUnavailableError:
+        return 1
+    return max(1, int(size)) if size.isdecimal() else 1
 
 
 def query_accounts() -> Accounts:

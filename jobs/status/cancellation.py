@@ -15,7 +15,7 @@ from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
 from jobs.slurm.jobs import cancel_jobs
 from jobs.status.lookup import Catalogue
-from jobs.status.ownership import SUBMITTING
+from jobs.status.ownership import SUBMITTING, read_chain
 from jobs.status.run_status import UNFINISHED, RunStatus, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by
 
@@ -44,7 +44,8 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
             results.append((run.folder, REFUSED, refusal))
         else:
             (jobs if run.job_id is not None else here).append(run)
-    error = cancel_jobs([run.job_id for run in jobs if run.job_id]) if jobs else None
+    job_ids = [each for run in jobs for each in (run.job_id, *read_chain(run.folder)) if each]
+    error = cancel_jobs(list(dict.fromkeys(job_ids))) if jobs else None
     results += [*map(_end_here, here), *_await_jobs(jobs, error)]
     if as_json:
         rows = [

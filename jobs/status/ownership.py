@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,47 +17,57 @@ from typing import Any
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import Owner, in_use, read_owner
+from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.slurm.command import SlurmError, SlurmUnavailableError
 from jobs.slurm.jobs import ListedJob, find_submitted, is_job_number, list_jobs, name_submission, script_path
 
 SUBMITTING = "submitting"
+CHAIN_JSON = "chain.json"
 SBATCH_LIMIT_S = 10.0  # to wait for an sbatch that its caller has left
 OLD_S = 600.0
 POLL_S = 0.1
 UNSURE = "try again, or add --force if you know that it has ended"
+Find = Callable[[str], ListedJob | None]
 
 
-def is_gone(*, force: bool = False) -> Callable[[RunFolder, Owner], None]:
+def is_gone(*, force: bool = False, find: Find | None = None) -> Callable[[RunFolder, Owner], None]:
     """Return the check that raises TryLaterError unless a folder's owner is gone, by SLURM too.
 
-    With `force` an owner is taken for gone if nobody can tell, but never one that is known to be there.
+    A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an owner is taken for
+    gone if nobody can tell, but never one that is known to be there. `find` looks jobs up; by a squeue each unless it
+    is given.
     """
+    look_up = find or _find
 
     def verify(folder: RunFolder, owner: Owner) -> None:
-        status = folder.read_status()
-        if owner.is_released and (owner.job_id is None or status.get("state") == "finished"):
+        status, chain = folder.read_status(), read_chain(folder)
+        if owner.is_released and not chain and (owner.job_id is None or status.get("state") == "finished"):
             return
         if owner.job_id is None and owner.is_alive_here:
             what = "it is being submitted" if status.get("state") == SUBMITTING else "a run goes on there"
             raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
-        doubt, job = None, None
+        doubt, found, active = None, None, None
         try:
             if is_submitting(status, owner):  # perhaps with the job's number: status.json is written after it
-                job = complete_submissions([folder]).get(owner.token)
-            if job is None and owner.job_id is not None:
-                job = _find(owner.job_id)
+                found = complete_submissions([folder]).get(owner.token)
+            own = owner.job_id if found is None else _own_number(found, status)
+            for job_id in dict.fromkeys(filter(None, (own, *chain))):
+                job = found if found is not None and found.job_id == job_id else look_up(job_id)
+                if job is not None and job.is_active:
+                    active = job_id
+                    break
         except SlurmError as error:
             doubt = str(error)
-        if job is not None and job.is_active:
+        if active is not None:
             advice = f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name="
-            raise in_use(folder, f"belongs to job {job.job_id}, which has not ended", advice)
+            raise in_use(folder, f"belongs to job {active}, which has not ended", advice)
         if owner.is_released or (force and doubt is not None):
             return
         if doubt is not None:
             whose = f"job {owner.job_id}" if owner.job_id is not None else "a job whose submission was interrupted"
             raise in_use(folder, f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})", UNSURE)
-        if owner.job_id is None and owner.is_alive_here is None and job is None:
+        if owner.job_id is None and owner.is_alive_here is None and found is None:
             _check_other_host(folder, owner, force)
 
     return verify
@@ -98,10 +108,12 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     found = find_submitted({owner.token for owner in owners.values()}) if owners else {}
     for path, owner in owners.items():
         if owner.token in found:
-            job = found[owner.token]
+            job, folder = found[owner.token], RunFolder(path)
             with contextlib.suppress(OSError):  # somebody else's folder
-                name_submission(Path(job.command).parent, owner.token, job.job_id)
-                record_submission(RunFolder(path), owner, job.job_id)
+                job_id = _own_number(job, folder.read_status())
+                name_submission(Path(job.command).parent, owner.token, job.job_id.partition("_")[0])
+                name_submission(folder.logs, owner.token, job_id)
+                record_submission(folder, owner, job_id)
     return found
 
 
@@ -111,7 +123,7 @@ def record_submission(
     """Record the job of a submission as the owner, and the state, unless somebody has done so."""
     if is_submitting(status := folder.read_status(), owner):
         owner.update(folder, job_id=job_id)
-        kept = {key: value for key, value in status.items() if key not in ("state", "updated_utc", "token")}
+        kept = {key: value for key, value in status.items() if key not in ("state", "updated_utc", "token", "task")}
         folder.write_status(state, **{**kept, **(facts or {}), "job_id": job_id})
 
 
@@ -124,9 +136,51 @@ def _await_sbatch(token: str) -> None:
         pause.wait(POLL_S)
 
 
+def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
+    """Return the number of a run's own job; `job` is any task of the submission, and `status` the run's status.json."""
+    base, task = job.job_id.partition("_")[0], status.get("task")
+    return base if task is None else f"{base}_{task}"
+
+
+def find_among(job_ids: Iterable[str]) -> Find:
+    """Ask squeue once for some jobs, and return what looks them up in its answer, and others by a squeue each.
+
+    A job that was asked for is looked up with a SlurmError if squeue gave no list of jobs.
+    """
+    wanted = set(filter(is_job_number, job_ids))
+    jobs: dict[str, ListedJob] = {}
+    failure: SlurmError | None = None
+    if wanted:
+        try:
+            jobs = {job.job_id: job for job in list_jobs(_chosen(wanted))}
+        except SlurmError as error:
+            failure = error
+
+    def find(job_id: str) -> ListedJob | None:
+        if job_id not in wanted:
+            return _find(job_id)
+        if failure is not None:
+            raise failure
+        return jobs.get(job_id)
+
+    return find
+
+
 def _find(job_id: str) -> ListedJob | None:
     """Return a job by squeue; None if it has forgotten it. Raises SlurmError if squeue gives no list of jobs."""
     if not is_job_number(job_id):
         raise SlurmError("squeue", f"cannot be asked for job {job_id!r}")
-    jobs = [job for job in list_jobs(f"--jobs={job_id}") if job.job_id == job_id]
-    return jobs[0] if jobs else None
+    return next((job for job in list_jobs(_chosen([job_id])) if job.job_id == job_id), None)
+
+
+def _chosen(job_ids: Iterable[str]) -> str:
+    """Return squeue's option for jobs; arrays are asked for as a whole."""
+    return f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in job_ids}, key=int))}"
+
+
+def read_chain(folder: RunFolder) -> list[str]:
+    """Read the numbers of the jobs that continue the run one after the other; empty if it has one job."""
+    job_ids: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        job_ids = read_json(folder.path / CHAIN_JSON).get("jobs")
+    return [str(job_id) for job_id in job_ids if is_job_number(job_id)] if isinstance(job_ids, list) else []

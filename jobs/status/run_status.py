@@ -18,10 +18,11 @@ from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import is_alive_here
 from gems.utils.atomic_io import read_json
 from jobs.slurm.command import SlurmError
-from jobs.slurm.jobs import PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs
-from jobs.status.ownership import SUBMITTING, complete_submissions
+from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs
+from jobs.status.ownership import SUBMITTING, complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"
+NEVER_STARTS = "it never starts, as a job that it depends on did not end as it must; cancel it and submit it again"
 WAITING = ("submitted", "requeued")
 UNFINISHED = (SUBMITTING, *WAITING, "running")  # states in status.json of a run that has not recorded its end
 ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
@@ -133,13 +134,19 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
         doubt = _complete([read[index].folder for index in submitting])
         for index in submitting:
             read[index] = read_recorded(read[index].folder)
+    chains = {run.folder.path: chain for run in read if run.may_be_queued and (chain := read_chain(run.folder))}
     job_ids = [run.job_id for run in read if run.may_be_queued and run.job_id]
+    job_ids += [job_id for chain in chains.values() for job_id in chain]
     queue = query_jobs(job_ids, SQUEUE)
     accounting = query_jobs([number for number in job_ids if number not in queue.jobs], SACCT)
     for index, run in enumerate(read):
         job = queue.jobs.get(run.job_id or "")
         if run.recorded_state in UNFINISHED and (job is None or not job.is_active):
             read[index] = read_recorded(run.folder)
+            chain = chains.get(run.folder.path, [])
+            active = [each for each in chain if each in queue.jobs and queue.jobs[each].is_active]
+            if active and read[index].may_be_queued:  # the job was killed before it could name the next of its chain
+                read[index] = replace(run, status={**run.status, "job_id": active[0]}, state=WAITING[1])
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
     runs = (_submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting) for run in read)
     return RunStatuses(_look_again(list(runs)), errors)
@@ -253,7 +260,8 @@ def _from_job(run: RunStatus, job: Job) -> RunStatus:
     """Judge by a job that SLURM knows; the end that the run recorded counts, unless it is to start again."""
     if job.state in PENDING:
         again = "" if run.state == "submitted" else " (to start again)"
-        return replace(run, state="pending", source=job.source, note=f"{job.reason}{again}".strip())
+        never = f": {NEVER_STARTS}" if job.reason == NEVER_SATISFIED else ""
+        return replace(run, state="pending", source=job.source, note=f"{job.reason}{never}{again}".strip())
     if run.state not in UNFINISHED:
         return replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run
     if job.is_active and run.state in WAITING:

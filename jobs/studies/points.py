@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ GROUP = "study"
 KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Point:
     """One run of a study: the overrides that distinguish it, and its whole configuration."""
 
@@ -36,7 +37,7 @@ class Point:
         """The overrides that distinguish this point from the others."""
         return " ".join(self.words) or "the only point"
 
-    @property
+    @functools.cached_property
     def folder(self) -> RunFolder:
         """The run folder, whether or not it exists."""
         return RunFolder.of(self.spec)

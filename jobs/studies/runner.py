@@ -1,7 +1,8 @@
 """The runner of a study: starts the points that are due, and with --wait looks again until all have ended.
 
-A study uses no job arrays: the elements of an array share one request of nodes and time, and each point of a study has
-its own. So a site's limits on arrays do not bind it, and its limits on jobs do.
+Points whose jobs are equal go as one job array: one sbatch, and as many tasks as points, each with its own folder, logs
+and end. The elements of an array share one request of nodes and time, so points of different sizes make different
+arrays, and one alone is a plain job.
 
 Small points may share a job, one after another, as `cluster.runs_per_job` allows. They do not run side by side under
 `srun --exact`: a study is there to be timed, and neighbours on a node share memory bandwidth, links, power and cores of
@@ -11,24 +12,37 @@ the site. The job takes one slot in the queue, the resources of the largest poin
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError, GemsError, RankFailedError, TryLaterError
+from gems.runs.folder import RunFolder
+from gems.runs.owner import read_owner
+from gems.runs.prepare import prepare
+from gems.runs.provenance import own_code
+from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
-from jobs.launch.submission import start_run, submit_together
+from jobs.launch.batch import BatchJob
+from jobs.launch.submission import start_run
+from jobs.launch.transaction import Ownership, submit_owned
+from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_queue, queue_limit
+from jobs.slurm.limits import check_limits, check_submission, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
+from jobs.slurm.site import asked_once, max_array_tasks
+from jobs.status.ownership import find_among, is_gone, read_chain
 from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
 
 WAITING = "waiting"
+Pack = tuple[Point, ...]  # the points of one job, or of one task of an array
 Scope = tuple[str | None, str | None, str | None]
 POINT_KEYS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
 MIN_POLL_S, MAX_POLL_S, POLL_GROWTH = 1.0, 30.0, 1.5
@@ -41,22 +55,22 @@ class QueueSlots:
         self._slots: dict[Scope, int | None] = {}
         self.full: set[Scope] = set()  # accounts, partitions and qos for which SLURM takes no more jobs now
 
-    def has_slot(self, spec: RunSpec, job: JobSpec) -> bool:
-        """Return whether the queue takes one more job, as far as is known; raise ConfigError if none of this size."""
+    def num_free(self, spec: RunSpec, job: JobSpec) -> float:
+        """Return how many more jobs the queue takes, as far as is known; raise ConfigError if none of this size."""
         if _scope(spec) in self.full:
-            return False
+            return 0
         key, allowed = _limit(spec, job)
         if allowed is not None and key not in self._slots:
             queued = num_queued(*key[1:])
             self._slots[key] = None if queued is None else allowed - queued
         slots = self._slots.get(key)
-        return slots is None or slots > 0
+        return math.inf if slots is None else max(0, slots)
 
-    def take(self, spec: RunSpec, job: JobSpec) -> None:
-        """Count a job that was submitted."""
+    def take(self, spec: RunSpec, job: JobSpec, num_jobs: int) -> None:
+        """Count jobs that were submitted; a limit counts each task of an array."""
         key, _ = _limit(spec, job)
         if (slots := self._slots.get(key)) is not None:
-            self._slots[key] = slots - 1
+            self._slots[key] = slots - num_jobs
 
 
 class StudyRunner:
@@ -78,19 +92,21 @@ class StudyRunner:
         """
         due, self.waiting = pack_points(self.waiting), []
         slots, code = QueueSlots(), 0
-        for pack in due:
-            if self._record.is_cancelled:
-                report("jobs", f"study {self._record.name} was cancelled; the other points are left")
-                break
-            if not job_spec(pack[0].spec).is_batch:
-                ended = self._run_here(pack[0])
+        with asked_once():
+            for packs in group_packs(due):
+                if self._record.is_cancelled:
+                    report("jobs", f"study {self._record.name} was cancelled; the other points are left")
+                    break
+                point = packs[0][0]
+                if job_spec(point.spec).is_batch:
+                    code = max(code, self._submit(packs, slots))
+                    continue
+                ended = self._run_here(point)
                 code = max(code, ended)
-                state = pack[0].folder.read_status().get("state")
+                state = point.folder.read_status().get("state")
                 if state == "stopped" or (ended > SIGNAL_BASE and state != "cancelled"):
                     self._is_stopped = True  # someone ends the whole study, and not this point alone
                     break
-                continue
-            code = max(code, self._submit(pack, slots))
         return code
 
     def wait(self) -> int:
@@ -132,29 +148,90 @@ class StudyRunner:
             report("jobs", f"{self._label(point)} has failed: {point.folder.path}")
         return code
 
-    def _submit(self, pack: Sequence[Point], slots: QueueSlots) -> int:
-        """Submit the points of one job; those without a slot wait."""
-        spec = pack[0].spec
+    def _submit(self, packs: Sequence[Pack], slots: QueueSlots) -> int:
+        """Submit packs of equal jobs; those without a slot wait."""
+        spec = packs[0][0].spec
         try:
-            job = pack_resources(pack) if len(pack) > 1 else job_spec(spec)
-            if not slots.has_slot(spec, job):
-                self.waiting += pack
+            job = pack_resources(packs[0])
+            num_free = slots.num_free(spec, job)
+            fitting = packs[: int(min(num_free, len(packs)))]
+            self._hold_back(packs[len(fitting) :])
+            if not fitting:
                 return 0
-            if len(pack) > 1:
-                submit_pack(pack)
-            else:
-                start_run(spec, assume_yes=True)  # confirmed for all points together
+            if len(fitting) > 1 or len(fitting[0]) > 1:
+                return self._submit_array(fitting, job, slots)
+            start_run(spec, assume_yes=True)  # confirmed for all points together
         except GemsError as error:
-            if isinstance(error, TryLaterError) and num_queued() != 0:
-                slots.full.add(_scope(spec))
-                self.waiting += pack
-                return 0
-            return max(self._report_refusal(point, error) for point in pack)
-        slots.take(spec, job)
-        self._submitted += pack
-        for point in pack:
-            self._report_start(point, f", job {point.folder.read_status().get('job_id')}")
+            return self._refuse(packs, error, slots)
+        self._note_submitted(fitting, job, slots)
         return 0
+
+    def _submit_array(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> int:
+        """Prepare the points of equal jobs and submit them together; a point that cannot be prepared is left out."""
+        from jobs.slurm.executor import executor, need_sbatch
+
+        spec, home = packs[0][0].spec, RunFolder(self._record.path)
+        check_limits(spec, job)
+        need_sbatch(job)
+        check_submission(spec.cluster)
+        passed(site_checks(spec, job, executor(spec, job, home).script()))
+        find = find_among([*_owners(point for pack in packs for point in pack)])
+        ownership = Ownership(is_gone(find=find))
+        ready: list[Pack] = []
+        code, last = 0, None
+        try:
+            for pack in packs:
+                prepared = []
+                for point in pack:
+                    try:
+                        _prepare(point, job, ownership, last)
+                        prepared.append(last := point)
+                    except GemsError as error:
+                        code = max(code, self._refuse([(point,)], error, slots))
+                if prepared:
+                    ready.append(tuple(prepared))
+            return max(code, self._submit_parts(ready, job, home, ownership, slots))
+        finally:
+            ownership.release()
+
+    def _submit_parts(
+        self, packs: list[Pack], job: JobSpec, home: RunFolder, ownership: Ownership, slots: QueueSlots
+    ) -> int:  # fmt: skip
+        """Submit prepared packs as one array, or in halves if the queue does not take so many."""
+        from jobs.slurm.executor import UnclearSubmissionError
+
+        parts, code = deque([packs] if packs else []), 0
+        while parts:
+            part = parts.popleft()
+            try:
+                submit_packs(part, job, home, ownership)
+                self._note_submitted(part, job, slots)
+            except TryLaterError as error:
+                half = len(part) // 2
+                if isinstance(error, UnclearSubmissionError) or not half:
+                    code = max(code, self._refuse([*part, *(pack for rest in parts for pack in rest)], error, slots))
+                    break
+                parts.extendleft((part[half:], part[:half]))
+            except GemsError as error:
+                code = max(code, self._refuse(part, error, slots))
+        return code
+
+    def _refuse(self, packs: Sequence[Pack], error: GemsError, slots: QueueSlots) -> int:
+        """Hold packs back if their jobs would be taken later, or report that they cannot start; return the code."""
+        if isinstance(error, TryLaterError) and num_queued() != 0:
+            slots.full.add(_scope(packs[0][0].spec))
+            self._hold_back(packs)
+            return 0
+        return max(self._report_refusal(point, error) for pack in packs for point in pack)
+
+    def _hold_back(self, packs: Iterable[Pack]) -> None:
+        self.waiting += [point for pack in packs for point in pack]
+
+    def _note_submitted(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> None:
+        slots.take(packs[0][0].spec, job, len(packs))
+        for point in (point for pack in packs for point in pack):
+            self._submitted.append(point)
+            self._report_start(point, f", job {point.folder.read_status().get('job_id')}")
 
     def _report_refusal(self, point: Point, error: GemsError) -> int:
         report("jobs", f"{self._label(point)} cannot start: {error}")
@@ -168,7 +245,18 @@ class StudyRunner:
         return f"point {self._numbers[point.folder.path]} of {len(self._points)} ({point.label})"
 
 
-def pack_points(points: Sequence[Point]) -> list[tuple[Point, ...]]:
+def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
+    """Group packs whose jobs are equal, for arrays of as many tasks as the site allows, in the order of the first."""
+    groups: dict[str, list[Pack]] = {}
+    for number, pack in enumerate(packs):
+        spec, job = pack[0].spec, pack_resources(pack)
+        is_alone = not job.is_batch or not spec.cluster.array
+        groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
+    size = max_array_tasks() if any(len(group) > 1 for group in groups.values()) else 1
+    return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
+
+
+def pack_points(points: Sequence[Point]) -> list[Pack]:
     """Group points of one node and of the same cluster settings, as many as a job may hold, in their order.
 
     A pack takes the position of its first point. Its minutes stay within what the site allows for one job.
@@ -189,6 +277,8 @@ def pack_points(points: Sequence[Point]) -> list[tuple[Point, ...]]:
 def pack_resources(points: Sequence[Point]) -> JobSpec:
     """Return the resources that suffice for each point of a pack in turn."""
     jobs = [job_spec(point.spec) for point in points]
+    if len(jobs) == 1:
+        return jobs[0]
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
     return replace(
@@ -197,15 +287,29 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
     )  # fmt: skip
 
 
-def submit_pack(points: Sequence[Point]) -> str:
-    """Submit the points of a pack as one job and return its number."""
-    from jobs.slurm.executor import need_sbatch
+def submit_packs(packs: Sequence[Pack], job: JobSpec, home: RunFolder, ownership: Ownership) -> None:
+    """Submit prepared points as a job array with a task for each pack, or as one job; `home` is the study's folder."""
+    works = [BatchJob(tuple(str(point.folder.path) for point in pack)) for pack in packs]
+    part = ownership.part([point.folder for pack in packs for point in pack])
+    submit_owned(packs[0][0].spec, job, part, works, home=home)
 
-    spec, job = points[0].spec, pack_resources(points)
-    check_limits(spec, job)
-    need_sbatch(job)
-    check_queue(spec, job)
-    return submit_together([point.spec for point in points], job, [None] * len(points))
+
+def _owners(points: Iterable[Point]) -> Iterator[str]:
+    """Yield the jobs to which the folders of points belong, by what is recorded."""
+    for point in points:
+        owner = read_owner(point.folder)
+        if owner is not None and owner.job_id is not None:
+            yield owner.job_id
+        yield from read_chain(point.folder)
+
+
+def _prepare(point: Point, job: JobSpec, ownership: Ownership, last: Point | None) -> None:
+    """Prepare a point whose job the site takes, once all is checked that differs from that of the `last` point."""
+    plan = cache(partial(plan_run, point.spec))
+    passed(preflight(point.spec, job, None, plan))
+    has_same_code = last is not None and [*own_code(point.spec)] == [*own_code(last.spec)]
+    like = last.folder if last is not None and has_same_code else None
+    prepare(point.spec, plan(), own=ownership.take, like=like)
 
 
 def _pack_key(point: Point) -> str | None:

@@ -30,7 +30,14 @@ for path in {here}/jobs/*; do
     case "$*" in *--user=*|*--jobs=*$number*) ;; *) continue ;; esac
     IFS='|' read -r state command < "$path"
     name=$(/bin/sed -n 's/^#SBATCH --job-name=//p' "$command")
-    if [ "$header" ]; then echo "$number|$state|$command"; else echo "$number|$state|N/A|None|$name"; fi
+    last=$(/bin/sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$command")
+    tasks=none
+    if [ "$last" ]; then tasks=$(/usr/bin/seq 0 "$last"); fi
+    for task in $tasks; do
+        id=$number
+        if [ "$last" ]; then id="$number"_$task; fi
+        if [ "$header" ]; then echo "$id|$state|$command"; else echo "$id|$state|N/A|None|$name"; fi
+    done
 done
 """
 SCANCEL = """

@@ -13,7 +13,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import take
 from gems.utils.atomic_io import write_json
 from jobs.slurm import command
-from jobs.status.ownership import is_gone
+from jobs.status.ownership import find_among, is_gone
 from tests.jobs.fake_slurm import FakeSlurm
 
 HEADER = "JOBID|STATE|COMMAND"
@@ -130,3 +130,37 @@ def test_a_submission_on_another_host_is_found_by_its_script(
     assert folder.read_status()["job_id"] == "43"
     assert (folder.logs / "43_submission.sh").read_text() == script.read_text() == "#!/bin/sh\n"
     assert (folder.logs / "43_submitted.pkl").exists()
+
+
+@pytest.mark.parametrize(("own", "other", "is_free"), [("COMPLETED", "RUNNING", True), ("RUNNING", "FAILED", False)])
+def test_of_an_array_the_own_task_alone_counts(
+    folder: RunFolder, slurm: FakeSlurm, own: str, other: str, is_free: bool
+) -> None:
+    owned_by(folder)
+    folder.write_status("submitting", token="t", host="login9", pid=7, task=1)
+    script = "/x/.submission_file_t.sh"
+    slurm.says("squeue", HEADER, f"43_0|{other}|{script}", f"43_1|{own}|{script}", f"43_2|{other}|{script}")
+    if is_free:
+        take(folder, is_gone())
+        return
+    with pytest.raises(TryLaterError, match="belongs to job 43_1, which has not ended"):
+        take(folder, is_gone())
+    assert folder.read_status()["job_id"] == "43_1"
+
+
+def test_one_squeue_looks_many_jobs_up(folder: RunFolder, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", HEADER, "41|RUNNING|/x/job.sh", "42_1|COMPLETED|/x/job.sh")
+    find = find_among(["41", "42_1", "42_2", "no number"])
+    with pytest.raises(TryLaterError, match="belongs to job 41, which has not ended"):
+        take(folder, is_gone(find=find))
+    owned_by(folder, job_id="42_2")
+    take(folder, is_gone(find=find))
+    (asked,) = slurm.asked()
+    assert asked.endswith("--jobs=41,42")
+
+
+def test_a_squeue_that_fails_for_many_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm) -> None:
+    slurm.says("squeue", code=1)
+    find = find_among(["41"])
+    with pytest.raises(TryLaterError, match=UNSURE):
+        take(folder, is_gone(find=find))

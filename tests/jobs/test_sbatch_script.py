@@ -242,7 +242,8 @@ def test_submission_as_json(
     folder = RunFolder.of(spec)
     document = json.loads(capsys.readouterr().out)
     assert [row["check"] for row in document.pop("preflight") if row["ok"] is False] == []
-    assert document == {"job_id": "41", "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log")}
+    log = str(folder.logs / "ranks.log")
+    assert document == {"job_id": "41", "chain": ["41"], "run_folder": str(folder.path), "log": log}
 
 
 def test_refused_job_is_one_line_and_leaves_no_litter(

@@ -349,7 +349,7 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
     submitted: list[str] = []
     slurm.does("squeue", f"/bin/cat {slurm.here}/queue 2>/dev/null; exit 0")
 
-    def take(spec: RunSpec, job: JobSpec, folder: RunFolder, work: object, token: str) -> str:
+    def take(spec: RunSpec, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
         submitted.append(folder.path.name)
         number = str(40 + len(submitted))
         with (slurm.here / "queue").open("a") as queue:
@@ -443,7 +443,7 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
 ) -> None:  # fmt: skip
     asked: list[str] = []
 
-    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder, work: object, token: str) -> str:
+    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
         asked.append(folder.path.name)
         raise sbatch_refusal("mini", refusal)
 

@@ -14,11 +14,14 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import read_owner
+from gems.runs.owner import check_free, read_owner
+from gems.runs.prepare import prepare
+from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
-from jobs.launch.transaction import SignalsWait
+from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.slurm import executor
 from jobs.slurm.resources import job_spec
+from jobs.status.ownership import is_gone
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.interrupted_submissions import measure
@@ -155,6 +158,50 @@ def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: 
     owner = read_owner(RunFolder.of(specs[0]))
     assert owner is not None and owner.is_released
     assert queue.jobs() == ["41"]
+
+
+def submit_array(specs: list[RunSpec], home: Path) -> list[str]:
+    """Submit runs as one array."""
+    with Ownership(is_gone()) as ownership:
+        folders = [prepare(spec, own=ownership.take) for spec in specs]
+        works = [BatchJob((str(folder.path),)) for folder in folders]
+        return submit_owned(specs[0], job_spec(specs[0]), ownership, works, home=RunFolder(home))
+
+
+def test_an_array_is_recorded_by_its_tasks(queue: FakeSlurm, make: Make, tmp_path: Path) -> None:
+    specs = [make("a"), make("b")]
+    assert submit_array(specs, tmp_path / "home") == ["41_0", "41_1"]
+    for task, folder in enumerate(map(RunFolder.of, specs)):
+        owner, status = read_owner(folder), folder.read_status()
+        assert owner is not None and owner.job_id == status["job_id"] == f"41_{task}" and "task" not in status
+        assert (folder.logs / f"41_{task}_submitted.pkl").exists()
+        with pytest.raises(TryLaterError, match=f"belongs to job 41_{task}, which has not ended"):
+            check_free(folder, is_gone())
+    assert (tmp_path / "home" / "logs" / "41_submission.sh").exists()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
+    queue: FakeSlurm, make: Make, tmp_path: Path, moment: str
+) -> None:
+    specs = [make("a"), make("b")]
+    start_run(make("warm"), assume_yes=True)
+    (queue.here / f"sbatch.{moment}").write_text("kill -KILL $PPID; /bin/sleep 0.5\n")
+    if (pid := os.fork()) == 0:
+        submit_array(specs, tmp_path / "home")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    (queue.here / f"sbatch.{moment}").write_text("")
+    folders = [RunFolder.of(spec) for spec in specs]
+    assert [folder.read_status()["task"] for folder in folders] == [0, 1]
+    with pytest.raises(TryLaterError, match="belongs to job 42_1, which has not ended"):
+        start_run(specs[1], assume_yes=True)
+    assert folders[0].read_status()["state"] == "submitting"  # each is completed when it is looked at
+    assert [run.job_id for run in run_statuses(folders).runs] == ["42_0", "42_1"]
+    for task, folder in enumerate(folders):
+        assert (folder.logs / f"42_{task}_submitted.pkl").exists()
+    assert (tmp_path / "home" / "logs" / "42_submission.sh").exists()
+    assert queue.jobs() == ["41", "42"]
 
 
 def test_signals_wait_and_then_come() -> None:

@@ -30,8 +30,8 @@ ASIDE = (
     "train.max_failed_saves", "train.loggers", "machine.pace_factor", "machine.pace_pass_s",
     "plugins_dir", "train.log_level", "cluster.hosts", "cluster.account_required", "cluster.limits",
     "cluster.charge_per", "cluster.charge_rate", "cluster.charge_unit", "cluster.minutes", "cluster.account",
-    "cluster.exclude", "cluster.archive_code",
-    "cluster.runs_per_job", "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
+    "cluster.exclude", "cluster.archive_code", "cluster.array", "cluster.runs_per_job",
+    "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
 )  # fmt: skip
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(

@@ -1,4 +1,4 @@
-"""A study of jobs on the mini cluster: six points, one of them killed, and the call that finishes what is missing."""
+"""Studies of jobs on the mini cluster: some points are killed, and the next call finishes what is missing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from gems.runs.folder import RunFolder
 from gems.trace import read_trace
-from tests.slurm.mini_runs import jobs
+from tests.slurm.mini_runs import jobs, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -65,3 +66,36 @@ def test_a_full_queue_holds_points_back_and_stop_ends_all(mini_slurm: MiniSlurm,
     stopped, _ = study(tmp_path, "train.steps=2000", "--stop")
     assert [run["outcome"] for run in stopped["runs"]] == ["cancelled"] * 2, stopped
     assert not mini_slurm.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout
+
+
+def test_equal_points_are_one_array_whose_killed_tasks_go_again(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+    file, runs = tmp_path / "equal.yaml", tmp_path / "runs"
+    base = [
+        "data=synthetic", "machine=emulated", "schedule=1f1b", "parallel.micro_batches=4", "cost.unit_s=0.01",
+        "cluster=mini", "cluster.nodes=1", "cluster.minutes=5", "train.steps=30", "benchmark.skip_steps=1",
+    ]  # fmt: skip
+    file.write_text(yaml.safe_dump({"base": base, "axes": {"seed": list(range(8))}}))
+
+    def call(*words: str) -> list[dict[str, Any]]:
+        ended = jobs("study", f"study={file}", f"runs_dir={runs}", *words, "--json", limit_s=300)
+        assert ended.returncode == 0, ended.stderr
+        points: list[dict[str, Any]] = json.loads(ended.stdout)["points"]
+        return points
+
+    points = call()
+    folders = [RunFolder(Path(point["run_folder"])) for point in points]
+    array_id = points[0]["job_id"].partition("_")[0]
+    assert [point["job_id"] for point in points] == [f"{array_id}_{index}" for index in range(8)]
+    wait_until(lambda: folders[0].read_status()["state"] == "running", 60, "the first task does not start")
+    cancelled = jobs("cancel", str(folders[0].path), "--yes")
+    assert f"{folders[0].path.name}: cancelled, job {array_id}_0" in cancelled.stdout, cancelled.stderr
+    assert mini_slurm.run("scancel", f"{array_id}_7").returncode == 0
+    again = call("--wait")
+    assert [point["state"] for point in again] == ["finished"] * 8
+    second_id = again[0]["job_id"].partition("_")[0]
+    assert int(second_id) > int(array_id)
+    expected = [f"{second_id}_0", *(f"{array_id}_{index}" for index in range(1, 7)), f"{second_id}_1"]
+    assert [point["job_id"] for point in again] == expected
+    for folder, point in zip(folders, again, strict=True):
+        assert "Job completed successfully" in (folder.logs / f"{point['job_id']}_0_log.out").read_text()
+        assert read_trace(folder.trace_h5).attributes["world_size"] == 1
