@@ -157,7 +157,7 @@ def test_a_full_queue(resolved: Callable[..., RunSpec], queue: Path) -> None:
     (queue / "jobs").write_text("")
     check_queue(spec, job_spec(spec))
     words = (queue / "words").read_text().split()
-    assert words == ["--noheader", "--format=%i", f"--user={os.getuid()}", "--qos=debug"]
+    assert words == ["--noheader", "--array", "--format=%i", f"--user={os.getuid()}", "--qos=debug"]
     (queue / "jobs").write_text("17\n")
     with pytest.raises(
         ConfigError, match=r"^cluster=slurm: 1 jobs are queued, and at most 1 are allowed of .* in qos debug; wait"
