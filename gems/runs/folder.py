@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import escape
@@ -189,6 +189,11 @@ class RunFolder:
         """Write status.json; `jobs.status.run_status` describes the states."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
+
+    def change_status(self, status: Mapping[str, Any], state: str, without: Collection[str] = (), **more: Any) -> None:
+        """Write status.json with another state than in `status`, whose other fields stay, and with `more`."""
+        left_out = ("state", "updated_utc", *without)
+        self.write_status(state, **{**{key: status[key] for key in status if key not in left_out}, **more})
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Move what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.

@@ -27,7 +27,8 @@ from gems.utils.process_tree import is_alive, start_time
 from gems.utils.units import now_utc
 
 ENDED = ("finished", "failed", "cancelled", "stopped")  # states that are recorded once no rank is left
-ACTIVE = ("submitting", "submitted", "requeued", "running")
+SUBMITTING = "submitting"
+UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")  # of a run that has not recorded its end
 FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
 CLOCKS_S = 5.0  # by which clocks of nodes may differ
 TRIES = 5
@@ -224,7 +225,7 @@ def _recorded_owner(folder: RunFolder, number: int) -> Owner | None:
     except (ConfigError, OSError):
         return None  # the preparation of the folder reports what is wrong with it
     state, job_id, pid = status.get("state"), status.get("job_id"), status.get("pid")
-    is_active = state in ACTIVE
+    is_active = state in UNFINISHED
     if state in (None, "prepared", "finished") or (job_id is None and not is_active):
         return None
     return Owner(
@@ -235,12 +236,11 @@ def _recorded_owner(folder: RunFolder, number: int) -> Owner | None:
 
 def _record_loss(folder: RunFolder, owner: Owner) -> None:
     status = folder.read_status()
-    if status.get("state") in ACTIVE:
-        more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
+    if status.get("state") in UNFINISHED:
         cause = "the job left the queue: cancelled, lost or out of time"
         if owner.job_id is None:
             cause = f"process {owner.pid} on {owner.host} ended without recording it"
-        folder.write_status("failed", **{**more, "cause": cause})
+        folder.change_status(status, "failed", cause=cause)
 
 
 def _sign_of_life(folder: RunFolder) -> Beat | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.heartbeat import FINISHED, Beat
@@ -15,6 +16,7 @@ from gems.schedule.schedule import Schedule
 SILENT_AFTER_S = 10.0  # signs of life come every second; on a network's file system they may lag
 SENDS = "sends to leave"  # what a rank waits for whose own messages have yet to go
 SHOWN = 3
+RECORDED_ROOTS = 8
 Point = tuple[int, int]  # (step, index in the rank's row); -1 is before the first action
 
 
@@ -197,6 +199,10 @@ class WaitingChain:
     states: Mapping[int, RankState]
     roots: tuple[RankState, ...]
     cycle: tuple[int, ...] = ()
+
+    def root_records(self) -> list[dict[str, Any]]:
+        """Return the first roots for STALLED.json."""
+        return [asdict(root) | {"state": root.state.value} for root in self.roots[:RECORDED_ROOTS]]
 
     def path(self, rank: int) -> tuple[int, ...]:
         """Return the ranks from `rank` to a root, each waiting for the next; a ring ends where it began."""

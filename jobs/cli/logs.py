@@ -17,11 +17,12 @@ from typing import IO
 from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.runs.owner import SUBMITTING, UNFINISHED
 from gems.utils.stdio import report
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
-from jobs.status.run_status import UNFINISHED, format_start, read_status, run_statuses
+from jobs.status.run_status import WAITING, format_start, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
@@ -165,7 +166,7 @@ class _Watch:
             self._query(folder)
         state = self._seen.state
         news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note has seconds
-        if state in ("pending", "stalled", "submitting", "submitted", "requeued") and news != self._reported:
+        if state in ("pending", "stalled", SUBMITTING, *WAITING) and news != self._reported:
             report("jobs", self.line())
         self._reported = news
         return not self._seen.is_active and state != "prepared"

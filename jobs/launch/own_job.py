@@ -242,9 +242,8 @@ def hand_over(folder: RunFolder) -> None:
     status, following = folder.read_status(), next_in_chain(folder)
     if following is None or is_over(status) or status.get("state") == "requeued":
         return
-    more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
     count = add_requeue(folder, str(status.get("cause")), CHAIN, status.get("stopped_step"))
-    folder.write_status("requeued", **{**more, "job_id": following, "requeue_count": count})
+    folder.change_status(status, "requeued", job_id=following, requeue_count=count)
     report("jobs", f"the run continues as job {following}, the next of its chain")
 
 

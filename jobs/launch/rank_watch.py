@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
@@ -25,7 +24,6 @@ DEATH_LIMIT_S = 2.0  # srun reports dead ranks at once; ranks that ignore one SI
 MARGIN_S = 8.0  # a rank that is alive finds a hang first, and knows best what it waited for
 MAX_LOOK_S = 10.0
 PHASE_FACTOR = 3.0  # as in the ranks' own watchdog: start-up or a checkpoint may hold the interpreter
-SHOWN_ROOTS = 8
 NUM_LOOKS = 2  # before a folder counts as gone
 
 
@@ -95,7 +93,7 @@ class RankWatch:
 
     def _record_stall(self) -> None:
         chain = self._chain()
-        roots = [asdict(root) | {"state": root.state.value} for root in chain.roots[:SHOWN_ROOTS]] if chain else []
+        roots = chain.root_records() if chain else []
         if not roots:
             rank = min(self._beats, key=lambda rank: self._beats[rank].alive_ns or self._beats[rank].time_ns)
             beat = self._beats[rank]

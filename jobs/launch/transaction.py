@@ -12,12 +12,12 @@ from typing import Any, Self
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from gems.runs.owner import Owner, Verify, new_token, read_owner, take
+from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from jobs.slurm.jobs import name_submission
 from jobs.slurm.resources import JobSpec, Work
-from jobs.status.ownership import SUBMITTING, record_submission
+from jobs.status.ownership import record_submission
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from gems.cli.framework import print_json
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import run_name
-from gems.runs.owner import is_alive_here
+from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
 from jobs.slurm.jobs import cancel_jobs
 from jobs.status.lookup import Catalogue
-from jobs.status.ownership import SUBMITTING, read_chain
-from jobs.status.run_status import UNFINISHED, RunStatus, read_status, run_statuses
+from jobs.status.ownership import read_chain
+from jobs.status.run_status import RunStatus, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by
 
 GRACE_S = 20.0  # a launching process gives its ranks some seconds, and then writes how they ended

@@ -16,13 +16,12 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import Owner, in_use, read_owner
+from gems.runs.owner import SUBMITTING, Owner, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.slurm.command import SlurmError, SlurmUnavailableError
 from jobs.slurm.jobs import ListedJob, find_submitted, is_job_number, list_jobs, name_submission, script_path
 
-SUBMITTING = "submitting"
 CHAIN_JSON = "chain.json"
 SBATCH_LIMIT_S = 10.0  # to wait for an sbatch that its caller has left
 OLD_S = 600.0
@@ -123,8 +122,7 @@ def record_submission(
     """Record the job of a submission as the owner, and the state, unless somebody has done so."""
     if is_submitting(status := folder.read_status(), owner):
         owner.update(folder, job_id=job_id)
-        kept = {key: value for key, value in status.items() if key not in ("state", "updated_utc", "token", "task")}
-        folder.write_status(state, **{**kept, **(facts or {}), "job_id": job_id})
+        folder.change_status(status, state, ("token", "task"), **{**(facts or {}), "job_id": job_id})
 
 
 def _await_sbatch(token: str) -> None:

@@ -15,16 +15,15 @@ from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
-from gems.runs.owner import is_alive_here
+from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
 from jobs.slurm.command import SlurmError
 from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs
-from jobs.status.ownership import SUBMITTING, complete_submissions, read_chain
+from jobs.status.ownership import complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"
 NEVER_STARTS = "it never starts, as a job that it depends on did not end as it must; cancel it and submit it again"
 WAITING = ("submitted", "requeued")
-UNFINISHED = (SUBMITTING, *WAITING, "running")  # states in status.json of a run that has not recorded its end
 ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
 FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
 STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed

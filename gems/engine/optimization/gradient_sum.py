@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -85,25 +85,26 @@ class StagedSum:
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if not in_place:
             self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._leaving: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
         self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
 
     def start(self) -> None:
         """Copy all buckets, behind the work of the current stream; those that need no event are posted."""
-        if self._streams is not None:
-            self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
-        with self._on_stream(0):
+        if self._streams is None:
+            for bucket, staged in self._buckets:
+                staged.copy_(bucket)
+                self._post(bucket, staged)
+            return
+        self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._streams[0]):
             for bucket, staged in self._buckets:
                 staged.copy_(bucket, non_blocking=True)
-                event = None if self._streams is None else torch.cuda.current_stream(self._device).record_event()
-                self._leaving.append((event, staged))
-        if self._streams is None:
-            self.post()
+                self._leaving.append((torch.cuda.current_stream(self._device).record_event(), bucket, staged))
 
     def poll(self) -> bool:
         """Post the buckets that have left, and bring back those that are summed; return whether all are posted."""
-        while self._leaving and ((event := self._leaving[0][0]) is None or event.query()):  # type: ignore[no-untyped-call]
-            self._post_next()
+        while self._leaving and self._leaving[0][0].query():  # type: ignore[no-untyped-call]
+            self._post(*self._leaving.popleft()[1:])
         while self._coming and self._coming[0][0].Test():
             self._bring_next()
         return not self._leaving
@@ -111,9 +112,9 @@ class StagedSum:
     def post(self) -> None:
         """Post all buckets, each once it has left the device."""
         while self._leaving:
-            if (event := self._leaving[0][0]) is not None:
-                event.synchronize()
-            self._post_next()
+            event, bucket, staged = self._leaving.popleft()
+            event.synchronize()
+            self._post(bucket, staged)
 
     @property
     def is_over(self) -> bool:
@@ -128,18 +129,13 @@ class StagedSum:
         if self._streams is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._streams[1])
 
-    def _on_stream(self, number: int) -> AbstractContextManager[object]:
-        return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[number])
-
-    def _post_next(self) -> None:
-        _, staged = self._leaving.popleft()
-        bucket = self._buckets[len(self._buckets) - len(self._leaving) - 1][0]
+    def _post(self, bucket: Tensor, staged: Tensor) -> None:
         self._coming.append((self._sums.post_sum(staged), bucket, staged))
 
     def _bring_next(self) -> None:
         request, bucket, staged = self._coming.popleft()
         self._sums.wait_sum(request)
-        with self._on_stream(1):
+        with nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1]):
             bucket.copy_(staged, non_blocking=True)
 
 

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +48,6 @@ LATE_S = 5.0
 MAX_LATE = 3
 PHASE_FACTOR = 3.0
 NUM_CHECKING_RANKS = 2
-SHOWN_ROOTS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -273,7 +272,7 @@ class Watchdog:
         try:
             chain = waiting_chain(self._schedule, beats, at_ns, self._silent_s)
             waits_for = chain.text(self._rank)
-            roots = [asdict(root) | {"state": root.state.value} for root in chain.roots[:SHOWN_ROOTS]]
+            roots = chain.root_records()
             more = {"waits_for": waits_for, "roots": roots, "cycle": list(chain.cycle)}
             write_json(self._folder.stalled_json, document | more)
             return waits_for
