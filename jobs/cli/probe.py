@@ -24,7 +24,7 @@ from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
 from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
 from jobs.slurm.command import SITE_LIMIT_S, run_slurm
 from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
-from jobs.slurm.limits import refusal
+from jobs.slurm.limits import check_submission, refusal
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import max_nodes
 
@@ -126,6 +126,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     """
     from jobs.slurm.executor import executor, need_sbatch, without_enclosing_job
 
+    check_submission(spec.cluster)
     need_sbatch(job)
     nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)
     folder = _folder(spec, job)

@@ -1,10 +1,14 @@
-"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `python -m jobs resubmit`."""
+"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `python -m jobs resubmit`.
+
+The failed points of a study go as its points do, by job arrays; with --force each goes alone.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gems.cli.framework import Options, print_json
@@ -25,6 +29,9 @@ from jobs.slurm.resources import job_spec
 from jobs.slurm.site import expand_nodes, node_names
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
+from jobs.status.study_record import StudyRecord
+from jobs.studies.points import Point
+from jobs.studies.runner import StudyRunner
 
 OLD_FORCE = "--again"  # the old one until the next release
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
@@ -36,6 +43,7 @@ NEEDS_CHANGE = (
     FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
 )  # fmt: skip
 FAILED_STATES = ("failed", "lost", "stopped")
+Result = dict[str, Any]
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
@@ -55,13 +63,9 @@ def resubmit(words: Sequence[str], options: Options) -> int:
             allowed = f"would make another run; {one_of(MAY_CHANGE)}"
             raise ConfigError(key, value, allowed, "submit a new one: python -m jobs submit")
     found = find_named([word for word in words if word not in overrides], "resubmit")
-    points = [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
-    failed = [run.folder for run in run_statuses(points).runs if run.state in FAILED_STATES]
-    results = []
-    for folder in {folder.path: folder for folder in (*found.runs, *failed)}.values():
-        results.append(_resubmit(folder, overrides, options))
-        if not options.json:
-            print(printable("{run}: {outcome}, {why}".format(**results[-1])), flush=True)
+    results = [_resubmit(folder, overrides, options) for folder in found.runs]
+    for study in found.studies:
+        results += _resubmit_study(study, {folder.path for folder in found.runs}, overrides, options)
     if options.json:
         print_json({"runs": results})
     elif not results:
@@ -69,30 +73,78 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     return max((int(result["exit_code"]) for result in results), default=0)
 
 
-def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> dict[str, Any]:
-    diagnosis = diagnose_run(folder, with_trace=False)
-    refusal = _refusal(diagnosis, overrides, options)
-    if refusal is not None:
-        return _result(folder, "refused", refusal, 1)
-    record_diagnosis(diagnosis)
+def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> Result:
     try:
-        spec, notes = _changed_spec(folder, overrides)
+        spec, notes = _next_attempt(folder, overrides, options)
         code = start_run(spec, force=FORCE in options.flags)
     except GemsError as error:
-        return _result(folder, "refused", str(error), error.exit_code)
-    made = RunFolder.of(spec)
+        return _result(folder, options, "refused", str(error), error.exit_code)
+    return _outcome(RunFolder.of(spec), options, notes, code)
+
+
+def _resubmit_study(
+    study: StudyRecord, done: Container[Path], overrides: Sequence[str], options: Options
+) -> list[Result]:
+    """Submit the failed points of a study that are not `done`, and return what became of each."""
+    labels = {folder.path: label for label, folder in study.points() if folder.path.is_dir()}
+    statuses = run_statuses([RunFolder(path) for path in labels]).runs
+    failed = [run.folder for run in statuses if run.state in FAILED_STATES and run.folder.path not in done]
+    if FORCE in options.flags:
+        return [_resubmit(folder, overrides, options) for folder in failed]
+    results, points, notes = [], [], {}
+    for folder in failed:
+        try:
+            spec, said = _next_attempt(folder, overrides, options)
+        except GemsError as error:
+            results.append(_result(folder, options, "refused", str(error), error.exit_code))
+            continue
+        points.append(point := Point((labels[folder.path],), spec))
+        notes[point.folder.path] = said
+    if not points:
+        return results
+    study.begin([(point.label, point.folder.path) for point in points])
+    runner = StudyRunner(points, study, points)
+    runner.run()
+    waiting = {point.folder.path for point in runner.waiting}
+    for folder in (point.folder for point in points):
+        if (refusal := runner.refused.get(folder.path)) is not None:
+            results.append(_result(folder, options, "refused", str(refusal), refusal.exit_code))
+        elif folder.path in waiting:
+            results.append(_result(folder, options, "refused", "the queue is full: call this again", 1))
+        else:
+            code = read_status(folder).get("exit_code")
+            results.append(_outcome(folder, options, notes[folder.path], code if isinstance(code, int) else 0))
+    return results
+
+
+def _next_attempt(folder: RunFolder, overrides: Sequence[str], options: Options) -> tuple[RunSpec, list[str]]:
+    """Return the configuration to submit and notes for the user, and record why the run ended; raise if it may not."""
+    diagnosis = diagnose_run(folder, with_trace=False)
+    if (refusal := _refusal(diagnosis, overrides, options)) is not None:
+        raise GemsError(refusal)
+    record_diagnosis(diagnosis)
+    return _changed_spec(folder, overrides)
+
+
+def _outcome(made: RunFolder, options: Options, notes: Sequence[str], code: int) -> Result:
+    """Return what became of a run that was started here, or submitted."""
     if code:
-        return _result(made, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
-    job_id = read_status(made).get("job_id") if job_spec(spec).is_batch else None
+        return _result(made, options, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
+    job_id = read_status(made).get("job_id") if job_spec(made.read_spec()).is_batch else None
     if job_id is None:
-        return _result(made, "finished", ", ".join(notes))
-    return _result(made, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
+        return _result(made, options, "finished", ", ".join(notes))
+    return _result(made, options, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
 
 
-def _result(folder: RunFolder, outcome: str, why: str, code: int = 0, job_id: str | None = None) -> dict[str, Any]:
-    """Return what became of a run: submitted, finished (here), refused or failed."""
+def _result(
+    folder: RunFolder, options: Options, outcome: str, why: str, code: int = 0, job_id: str | None = None
+) -> Result:  # fmt: skip
+    """Return what became of a run, submitted, finished (here), refused or failed, and print it unless as JSON."""
+    name = folder.path.name
+    if not options.json:
+        print(printable(f"{name}: {outcome}, {why}"), flush=True)
     return {
-        "run": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why, "exit_code": code,
+        "run": name, "run_folder": str(folder.path), "outcome": outcome, "why": why, "exit_code": code,
         "job_id": job_id,
     }  # fmt: skip
 

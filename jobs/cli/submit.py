@@ -21,9 +21,9 @@ from jobs.launch.launch import collect as collect_run
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
-from jobs.preflight.checks import is_on_site, passed, preflight, show
+from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
-from jobs.slurm.limits import check_limits
+from jobs.slurm.limits import check_limits, is_on_site
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.ownership import is_gone, read_chain
@@ -118,7 +118,7 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     folder = RunFolder.of(spec)
     argv = command(job, folder)
     script = executor(spec, job, folder).script() if job.is_batch else None
-    checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec)))
+    checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster)))
     if options.json:
         names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
                  "charge_unit")  # fmt: skip

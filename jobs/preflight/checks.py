@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -125,12 +124,6 @@ def show(checks: Iterable[Check]) -> None:
     """Print checks on stderr, one per line."""
     for check in checks:
         report("jobs", f"{MARKS[check.ok]:<4} {check.name:<13} {check.said}")
-
-
-def is_on_site(spec: RunSpec) -> bool:
-    """Return whether this machine's SLURM is the preset's: a preset that names no hosts is for any."""
-    patterns = [pattern.lower() for pattern in spec.cluster.hosts]
-    return not patterns or any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
 
 
 def check_host_memory(spec: RunSpec, peak: Peak) -> None:

@@ -7,10 +7,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from fnmatch import fnmatchcase
 
 from gems.config.cluster import QueueLimit, num_bound
+from gems.config.cluster_presets import host_names
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError, nearest
+from gems.runs.owner import own_job_id
 from jobs.slurm.command import SlurmRefusedError, run_slurm
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import JobSpec
@@ -60,8 +63,19 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
 
 
+def is_on_site(cluster: ClusterConfig) -> bool:
+    """Return whether this machine's SLURM is the preset's: a preset that names no hosts is for any, as is a job."""
+    patterns = [pattern.lower() for pattern in cluster.hosts]
+    is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
+    return not patterns or is_named or own_job_id() is not None
+
+
 def check_submission(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if a job lacks what its site wants, and what a script may be shown without."""
+    """Raise ConfigError on a machine of another site, or if a job lacks what a script may be shown without."""
+    if not is_on_site(cluster):
+        text = f"is not submitted from {host_names()[0]}, which is none of its hosts ({', '.join(cluster.hosts)})"
+        advice = "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is its login node"
+        raise ConfigError("cluster", cluster.name, text, advice)
     if cluster.account_required and cluster.account is None and not os.environ.get("SBATCH_ACCOUNT"):
         text = f"cluster {cluster.name} takes no job without an account"
         raise ConfigError("cluster.account", "null", text, "give the one that your project is charged to")

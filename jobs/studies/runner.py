@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
@@ -33,7 +34,7 @@ from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_submission, queue_limit
+from jobs.slurm.limits import check_limits, check_submission, is_on_site, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import asked_once, max_array_tasks
 from jobs.status.ownership import find_among, is_gone, read_chain
@@ -74,7 +75,10 @@ class QueueSlots:
 
 
 class StudyRunner:
-    """Runs the points of a study that are due; `waiting` are those of them that the queue does not take yet."""
+    """Runs the points of a study that are due.
+
+    `waiting` are those of them that the queue does not take yet, `refused` has the errors of those that cannot start.
+    """
 
     def __init__(self, points: Sequence[Point], record: StudyRecord, due: Sequence[Point]) -> None:
         self._points = points
@@ -83,6 +87,7 @@ class StudyRunner:
         self._submitted: list[Point] = []
         self._is_stopped = False
         self.waiting = list(due)
+        self.refused: dict[Path, GemsError] = {}
 
     def run(self) -> int:
         """Start what is due, as far as the queue takes it; return the worst exit code of what failed or did not start.
@@ -153,6 +158,7 @@ class StudyRunner:
         spec = packs[0][0].spec
         try:
             job = pack_resources(packs[0])
+            check_submission(spec.cluster)
             num_free = slots.num_free(spec, job)
             fitting = packs[: int(min(num_free, len(packs)))]
             self._hold_back(packs[len(fitting) :])
@@ -173,7 +179,6 @@ class StudyRunner:
         spec, home = packs[0][0].spec, RunFolder(self._record.path)
         check_limits(spec, job)
         need_sbatch(job)
-        check_submission(spec.cluster)
         passed(site_checks(spec, job, executor(spec, job, home).script()))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(is_gone(find=find))
@@ -234,6 +239,7 @@ class StudyRunner:
             self._report_start(point, f", job {point.folder.read_status().get('job_id')}")
 
     def _report_refusal(self, point: Point, error: GemsError) -> int:
+        self.refused[point.folder.path] = error
         report("jobs", f"{self._label(point)} cannot start: {error}")
         return error.exit_code
 
@@ -252,7 +258,8 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
         spec, job = pack[0].spec, pack_resources(pack)
         is_alone = not job.is_batch or not spec.cluster.array
         groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
-    size = max_array_tasks() if any(len(group) > 1 for group in groups.values()) else 1
+    could_share = any(len(group) > 1 and is_on_site(group[0][0].spec.cluster) for group in groups.values())
+    size = max_array_tasks() if could_share else 1
     return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
 
 

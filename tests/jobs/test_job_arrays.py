@@ -144,6 +144,23 @@ def test_the_next_call_submits_what_is_missing_by_one_query(study: Study, site: 
     assert len(asked) <= 12
 
 
+def test_the_failed_points_of_a_study_are_resubmitted_as_one_array(
+    study: Study, site: Site, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, points, _ = study(seed=[1, 2, 3, 4])
+    (site.here / "queue").write_text("41_0|PENDING|N/A|Priority|mine\n41_3|PENDING|N/A|Priority|mine\n")
+    site.slurm.says("sacct")
+    code = main("jobs", VERBS, ["resubmit", f"runs_dir={tmp_path / 'runs'}", "mine", "--json"])
+    out, said = capfd.readouterr()
+    rows = json.loads(out)["runs"]
+    assert (code, [(row["outcome"], row["job_id"]) for row in rows]) == (
+        0, [("submitted", "42_0"), ("submitted", "42_1")]
+    ), said  # fmt: skip
+    assert [row["run_folder"] for row in rows] == [point["run_folder"] for point in points[1:3]]
+    assert site.submissions() == 2
+    assert [point["job_id"] for point in study(seed=[1, 2, 3, 4])[1]] == ["41_0", "42_0", "42_1", "41_3"]
+
+
 def test_arrays_are_as_large_as_the_site_allows_and_none_where_it_allows_none(study: Study, site: Site) -> None:
     site.allows(size=2)
     assert [point["job_id"] for point in study(seed=[1, 2, 3, 4])[1]] == ["41_0", "41_1", "42_0", "42_1"]

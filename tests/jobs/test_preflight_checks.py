@@ -23,10 +23,10 @@ from gems.runs.folder import RunFolder
 from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
-from jobs.preflight.checks import check_free_space, check_host_memory, find_storage, is_on_site
+from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
 from jobs.slurm.command import SlurmUnavailableError
-from jobs.slurm.limits import check_script, describe_start, parse_estimate
+from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
 from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -238,16 +238,23 @@ def test_the_time_of_a_schedule_found_under_a_cap_is_predicted(resolved: Callabl
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     spec = on(resolved, tmp_path, hosts=["login*.far.away"], partition="theirs")
-    assert not is_on_site(spec)
+    assert not is_on_site(spec.cluster)
     assert submit(spec, replace(DRY, json=True)) == 0
     found = rows(capsys.readouterr().out)
     assert {found[name]["ok"] for name in ("partition", "account", "sbatch")} == {None}
     assert site.asked() == []
+    with pytest.raises(
+        ConfigError, match=r"^cluster=\w+: is not submitted from .* none of its hosts \(login\*.far.away\)"
+    ):
+        submit(spec, Options())
+    assert site.asked() == []
+    monkeypatch.setenv("SLURM_JOB_ID", "41")  # compute nodes have names of their own
     with pytest.raises(ConfigError, match=r"cluster.partition=theirs"):
-        submit(spec, Options())  # what is really sent is sent to this one
+        submit(spec, Options())
 
 
 def test_without_any_slurm_a_dry_run_goes_on(

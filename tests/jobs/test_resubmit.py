@@ -201,12 +201,17 @@ def test_a_value_that_cannot_be_is_refused(
     assert ": refused, cluster." in out and sent == [] and not Path("owned").exists()
 
 
-def test_of_a_study_the_failed_points_are_sent(
+def test_of_a_study_the_failed_points_are_sent_and_with_force_one_by_one(
     tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
     folders = [prepared("a"), prepared("b", "finished", exit_code=0), prepared("c"), prepared("d", "submitted")]
     StudyRecord(tmp_path / "runs" / "grid").begin([(each.path.name, each.path) for each in folders])
-    rows = json.loads(resubmit("grid", "--json")[0])["runs"]
+    rows = json.loads(resubmit("grid", "--json", code=2)[0])["runs"]
+    assert [(row["run"], row["outcome"]) for row in rows] == [
+        (folders[0].path.name, "refused"), (folders[2].path.name, "refused")
+    ]  # fmt: skip
+    assert all("needs sbatch, which is not on PATH" in row["why"] for row in rows) and sent == []
+    rows = json.loads(resubmit("grid", "--json", "--force")[0])["runs"]
     assert [spec.name for spec in sent] == ["a", "c"]
     assert [(row["outcome"], row["job_id"]) for row in rows] == [("submitted", "42"), ("submitted", "43")]
 
