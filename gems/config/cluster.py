@@ -14,6 +14,7 @@ from gems.config.registries import LAUNCHERS
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 CONTAINERS = ("none", "apptainer", "singularity", "pyxis", "shifter", "podman-hpc", "uenv")
+STAGED = ("code", "image")
 CHARGED = ("gpu-hour", "node-hour")
 MAX_NODES = 2**20
 MAX_PER_NODE = 2**16
@@ -35,6 +36,7 @@ CPU_BINDS = (
 MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+=@-]*")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(\[[0-9]+([,-][0-9]+)*\])?")
 HOST = re.compile(r"[A-Za-z0-9.*?\[\]!_-]+")
+LOCAL_DIR = re.compile(r"/[A-Za-z0-9._/-]*")
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 LINE = "must be printable text on one line"
 
@@ -128,6 +130,15 @@ class ClusterConfig:
     charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)
     charge_unit: str | None = text(None, "unit of the price", in_run_id=False)
     archive_code: bool = flag(True, "run a job from the code as it was at submission", in_run_id=False)
+    stage: list[str] = text(
+        ["code"], "what jobs of many nodes copy to each node's own disk: code, image (the container's, if a file)",
+        accepts=STAGED.__contains__, form=f"may have {' and '.join(STAGED)}", in_run_id=False,
+    )  # fmt: skip
+    stage_dir: str = text(
+        "/tmp", "folder of each node for these copies", accepts=LOCAL_DIR.fullmatch,
+        form="must be an absolute path of letters, digits and ._-/", in_run_id=False,
+    )  # fmt: skip
+    stage_above_nodes: int = number(64, "nodes up to which a job copies nothing", max=MAX_NODES, in_run_id=False)
     exclude: list[str] = text(
         [], "nodes not to use", accepts=NODE.fullmatch, form="must be names of nodes, as in [n001,'n[003-005]']",
         in_run_id=False,

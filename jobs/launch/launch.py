@@ -32,6 +32,7 @@ from jobs.launch import own_job
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.rank_watch import RankWatch, is_gone
+from jobs.launch.staging import staged
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_or_empty
@@ -122,6 +123,8 @@ def launch(
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
             own_job.record_start(folder, job.snapshot)
             remove_stale_shared_memory()
+            job = stack.enter_context(staged(job, folder))
+            facts["command"] = argv = command(job, folder)
             stopped_early = _sweep(job, folder, environment) or probe_in_job(spec, job, folder, environment)
             ended = stopped_early or run_ranks(
                 argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,

@@ -16,7 +16,8 @@ from gems.launch.local_launcher import mpiexec_argv
 from gems.runs.code_archive import code_root, from_snapshot
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
-from jobs.slurm.resources import SIMULATED, JobSpec
+from jobs.slurm.resources import CODE as STAGED_CODE
+from jobs.slurm.resources import IMAGE, SIMULATED, JobSpec
 
 RANK = "gems.engine.run"
 CODE = code_root()
@@ -40,7 +41,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
         bare = ["-I", "-S"] if is_bare else []
         name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)
         program = [str(Path(placement_check.__file__).resolve())] if is_bare else ["-m", name]
-        program = from_snapshot(folder.code_zip, name) if job.snapshot else program
+        program = from_snapshot(_code_zip(job, folder), name) if job.snapshot else program
         words = [*job.python, *bare, *program, str(folder.path), *map(str, expected)]
     return _in_container(job, words, folder.path)
 
@@ -83,12 +84,25 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line that removes stale shared-memory files on every node of an allocation."""
     inside = folder.path if job.snapshot else None
     program = _in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside)
-    return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none", *_container_options(job, inside), *program]
+    return [*on_each_node(job), *_container_options(job, inside), *program]
+
+
+def on_each_node(job: JobSpec) -> list[str]:
+    """Return the words that run a program without MPI once on each node of an allocation."""
+    return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none"]
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
     """Return the command that runs one of our modules: from the run's code archive in a job, else the code as it is."""
-    return [*job.python, *(from_snapshot(folder.code_zip, name) if job.snapshot else ["-m", name])]
+    return [*job.python, *(from_snapshot(_code_zip(job, folder), name) if job.snapshot else ["-m", name])]
+
+
+def _code_zip(job: JobSpec, folder: RunFolder) -> Path:
+    return Path(job.stage_path(STAGED_CODE)) if STAGED_CODE in job.staged else folder.code_zip
+
+
+def _image(job: JobSpec) -> str | None:
+    return job.stage_path(IMAGE) if IMAGE in job.staged else job.cluster.container_image
 
 
 def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
@@ -101,7 +115,7 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
 
     shifter keeps the working directory, and mounts the site's file systems by itself.
     """
-    cluster, image = job.cluster, job.cluster.container_image
+    cluster, image = job.cluster, _image(job)
     if image is None or cluster.container in OF_SRUN:
         return list(program)
     if cluster.container == "shifter":
@@ -117,15 +131,15 @@ def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> 
 
 def _container_options(job: JobSpec, folder: Path | None) -> list[str]:
     """Return the options for srun itself, of which pyxis and uenv are plug-ins; a uenv sees all file systems."""
-    cluster = job.cluster
-    if cluster.container_image is None or cluster.container not in OF_SRUN:
+    cluster, image = job.cluster, _image(job)
+    if image is None or cluster.container not in OF_SRUN:
         return []
     if cluster.container == UENV:
-        return [f"--uenv={cluster.container_image}", *cluster.container_options]
+        return [f"--uenv={image}", *cluster.container_options]
     mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
     mount_option = [f"--container-mounts={mounts}"] if mounts else []
     home = [f"--container-workdir={path}" for path in _home(job, folder)]
-    return [f"--container-image={cluster.container_image}", *mount_option, *home, *cluster.container_options]
+    return [f"--container-image={image}", *mount_option, *home, *cluster.container_options]
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:
@@ -142,7 +156,7 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
         if any(character in str(path) for character in ",:\\"):
             key, text = "runs_dir" if path == folder else "folder of the code", "must have no ',', ':' or '\\' "
             raise ConfigError(key, path, f"{text}to be seen in a container", "choose another runs_dir= or name=")
-    return paths
+    return [*paths, *([_code_zip(job, RunFolder(folder))] if STAGED_CODE in job.staged and folder is not None else [])]
 
 
 LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS

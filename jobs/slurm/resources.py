@@ -5,13 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self
 
+from gems.config.cluster import STAGED
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
+from gems.runs.owner import own_job_id
 
 SIMULATED = "simulated"
 PROBE = "probe"
+CODE, IMAGE = STAGED
 BATCH = ("srun", "ibrun")  # launchers that work inside an allocation
 
 
@@ -35,7 +39,7 @@ class JobSpec:
 
     A simulated run has no ranks: it is one process here, whatever the cluster. With `is_probe` ranks only report their
     placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is the number
-    of a job that must have ended, however, before this one starts.
+    of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of.
     """
 
     name: str
@@ -51,6 +55,12 @@ class JobSpec:
     snapshot: bool = False
     is_probe: bool = False
     after: str | None = None
+    staged: tuple[str, ...] = ()
+
+    def stage_path(self, what: str) -> str:
+        """Return the path of a copy on each node; the number of this process's job keeps jobs apart."""
+        suffix = ".zip" if what == CODE else Path(self.cluster.container_image or "").suffix
+        return f"{self.cluster.stage_dir.rstrip('/')}/gems-{own_job_id()}-{what}{suffix}"
 
     @property
     def is_batch(self) -> bool:

@@ -66,9 +66,13 @@ def end_of(folder: RunFolder, limit_s: float = 180) -> dict[str, Any]:
     return status
 
 
-def test_what_was_submitted_is_what_runs(mini_slurm: MiniSlurm, tmp_path: Path, checkout: Path) -> None:
+def test_what_was_submitted_is_what_runs(
+    mini_slurm: MiniSlurm, tmp_path: Path, short_tmp: Path, checkout: Path
+) -> None:  # fmt: skip
+    """Each node has a copy of the code, as in jobs of many nodes."""
     quoted = NAME.replace("'", "\\'")
-    job, folder = submit(checkout, tmp_path / "my runs", f"name='{quoted}'", "+cluster.sbatch.hold=true")
+    stage = ["cluster.stage_above_nodes=1", f"cluster.stage_dir={short_tmp}"]
+    job, folder = submit(checkout, tmp_path / "my runs", f"name='{quoted}'", "+cluster.sbatch.hold=true", *stage)
     assert folder.path.name.startswith(NAME)
     for package in ("gems", "jobs", "analysis"):
         (checkout / package / "__init__.py").write_text("raise SystemExit('the code of later')")
@@ -77,6 +81,8 @@ def test_what_was_submitted_is_what_runs(mini_slurm: MiniSlurm, tmp_path: Path, 
     said = "".join(path.read_text() for path in folder.logs.glob("*.*") if path.suffix in (".out", ".log"))
     assert (status["state"], status["exit_code"]) == ("finished", 0), said
     assert "the code of later" not in said
+    assert f"{short_tmp}/gems-{job}-code.zip" in status["command"] and "cluster.stage" not in said
+    assert not list(short_tmp.glob("gems-*.zip"))
     assert not list(tmp_path.rglob("owned"))
 
     assert (folder.path / "trace.h5").exists() and "images/s" in said  # what the job starts itself, too
