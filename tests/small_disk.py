@@ -46,3 +46,17 @@ def small_disk(path: Path, kib: int) -> Iterator[SmallDisk]:
                 subprocess.run(["umount", "--lazy", str(path)], timeout=20)
             return
     pytest.skip("no right to mount a tmpfs")
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let nothing be written to a folder, though files beside it are open; the test is skipped where one cannot."""
+    try:
+        subprocess.run(["mount", "--bind", folder, folder], check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no right to mount a folder")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True, timeout=20)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], timeout=20)

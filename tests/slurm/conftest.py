@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.fault_runs import going, submit
 from tests.slurm.fault_table import ROWS, table
 from tests.slurm.mini_runs import no_job_is_left
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
-__all__ = ["no_job_is_left"]  # for pytest, which looks for fixtures here
+__all__ = ["going", "no_job_is_left", "submit"]  # for pytest, which looks for fixtures here
 MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
 
 

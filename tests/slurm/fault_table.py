@@ -13,12 +13,17 @@ class Fault:
     state: str
     exit_code: int | None
     slurm_state: str
-    seconds: float
+    seconds: float | None
     trace_steps: int | None
     diagnosis: str
 
 
 ROWS: list[Fault] = []
+
+
+def note(fault: str, state: str, said: str = "", code: int | None = None) -> None:
+    """Add a row for a fault that befell a command; the last line that it said is shown."""
+    ROWS.append(Fault(fault, state, code, "-", None, None, (said.splitlines() or [""])[-1]))
 
 
 def table() -> list[str]:
@@ -28,7 +33,7 @@ def table() -> list[str]:
         head,
         *(
             f"{row.name:<34} {row.state:<10} {'-' if row.exit_code is None else row.exit_code:>4} "
-            f"{row.slurm_state:<11} {row.seconds:>6.1f} "
+            f"{row.slurm_state:<11} {'-' if row.seconds is None else f'{row.seconds:.1f}':>6} "
             f"{'-' if row.trace_steps is None else row.trace_steps:>5}  {row.diagnosis}"
             for row in ROWS
         ),

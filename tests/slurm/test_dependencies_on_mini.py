@@ -12,6 +12,7 @@ import pytest
 
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
+from tests.slurm.fault_table import note
 from tests.slurm.mini_runs import jobs, wait_until
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def test_a_dependency_that_cannot_be_met_is_named(mini_slurm: MiniSlurm, tmp_pat
     wait_until(lambda: "DependencyNeverSatisfied" in shown(), 90, "SLURM does not give it up", shown)
     assert "it never starts, as a job that it depends on did not end as it must; cancel it" in shown()
     told = jobs("diagnose", str(folder.path)).stdout
+    note("dependency never satisfied", "pending", told)
     assert f"python -m jobs cancel {folder.path.name}, then python -m jobs resubmit {folder.path.name}" in told
     assert jobs("cancel", str(folder.path), "--yes").returncode == 0
     again = jobs("resubmit", str(folder.path), "+cluster.sbatch.dependency=null", "--yes")

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gems.runs.folder import RunFolder
+from tests.slurm.fault_table import note
 from tests.slurm.mini_runs import CONFIGURATION, ROOT, end_of, jobs, said, submit, wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
+TRIALS = int(os.environ.get("GEMS_TEST_SIGNALS", "20"))
 ROUNDS = int(os.environ.get("GEMS_TEST_ROUNDS", "2"))
 SQUEUES = {
     "failing": "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "slow": "exec sleep 20",
@@ -58,12 +60,14 @@ def test_of_three_submissions_at_once_one_gets_the_folder(mini_slurm: MiniSlurm,
         for _ in range(3)
     ]
     ended = [(process.communicate(timeout=120), process.returncode) for process in started]
-    assert sorted(code for _, code in ended) == [0, 2, 2], ended
+    codes = sorted(code for _, code in ended)
+    assert codes == [0, 2, 2], ended
     for (_, error), code in ended:
         assert code == 0 or re.search(rb"jobs: run folder=.*(belongs to job|process|at this moment)", error), error
     (folder,) = tmp_path.iterdir()
     (job,) = in_queue(mini_slurm, folder)
     assert RunFolder(folder).read_status()["job_id"] == job
+    note(f"3 submissions at once, {number + 1} of {ROUNDS}", "one job", f"the others: {codes[1:]}")
 
 
 def test_no_squeue_lets_a_second_job_into_a_running_folder(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -74,6 +78,7 @@ def test_no_squeue_lets_a_second_job_into_a_running_folder(mini_slurm: MiniSlurm
         ended = jobs(*words, PATH=stand_in(tmp_path, "squeue", script))
         assert ended.returncode == 2, name
         assert f"belongs to job {job}, and nobody can tell whether it has ended (squeue " in ended.stderr, name
+        note(f"squeue {name}, run going on", "no second job", ended.stderr, code=2)
     lie = f"echo 'JOBID|STATE|COMMAND'; echo '{job}|FAILED|x'"
     for script, option in ((lie, "--yes"), (SQUEUES["empty"], "--force")):
         ended = jobs(*words, option, PATH=stand_in(tmp_path, "squeue", script))
@@ -109,11 +114,12 @@ def test_a_job_whose_submission_was_killed_is_found(mini_slurm: MiniSlurm, tmp_p
 
 
 def test_interrupted_submissions_leave_no_orphan(mini_slurm: MiniSlurm) -> None:
-    argv = [sys.executable, "-m", "tests.jobs.interrupted_submissions", "20"]
+    argv = [sys.executable, "-m", "tests.jobs.interrupted_submissions", str(TRIALS)]
     ended = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["trials"], found["faults"]) == (20, [])
+    assert (found["trials"], found["faults"]) == (TRIALS, [])
+    note(f"{TRIALS} signals while submitting", "no orphan, no double")
 
 
 def test_drained_nodes_are_waited_for(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -122,9 +128,11 @@ def test_drained_nodes_are_waited_for(mini_slurm: MiniSlurm, tmp_path: Path) -> 
     try:
         ended = jobs("submit", *CONFIGURATION, f"runs_dir={tmp_path}", "train.steps=4")
         assert ended.returncode == 0, ended.stderr
-        assert "1 of 2 nodes of partition debug are up (others: drained)" in ended.stderr
+        warning = "1 of 2 nodes of partition debug are up (others: drained)"
+        assert warning in ended.stderr
         (path,) = tmp_path.iterdir()
         assert in_queue(mini_slurm, path) and RunFolder(path).read_status()["state"] == "submitted"
+        note("node drained at submission", "queued", warning, code=0)
     finally:
         mini_slurm.run("scontrol", "update", "nodename=n2", "state=resume")
     assert end_of(RunFolder(path))["state"] == "finished"
@@ -143,6 +151,7 @@ def test_a_slurmctld_that_is_down_takes_nothing_and_refuses_nothing(
     assert ended.returncode == 2
     assert "SLURM cannot be reached, and nothing is submitted (sbatch failed" in ended.stderr
     assert "refuses" not in ended.stderr
+    note("slurmctld down at submission", "no job", ended.stderr, code=2)
     (path,) = tmp_path.iterdir()
     assert RunFolder(path).read_status()["state"] == "prepared"
     other_cluster.run("slurmctld", "-f", str(other_cluster.conf), env={"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
