@@ -16,7 +16,7 @@
 #SBATCH --time=60
 
 # setup
-module load openmpi/4.1.5+cuda nccl || exit 2
+module load PrgEnv-gnu cudatoolkit/25.3_12.8 cray-mpich || exit 2
 export SRUN_CPUS_PER_TASK=16
 
 # command
@@ -25,4 +25,4 @@ exec PYTHON -u RUN_FOLDER/provenance/code.zip submitit.core._submit RUN_FOLDER/l
 
 # nodes 4, tasks 16, tasks per node 4, CPUs per task 16, GPUs 16, minutes 60, GPU-hours 16
 # the script runs:
-# srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --cpus-per-task=16 --mpi=pmix --kill-on-bad-exit=1 --wait=60 --label --unbuffered --gpus-per-node=4 --gpu-bind=none PYTHON RUN_FOLDER/provenance/code.zip gems.engine.run RUN_FOLDER
+# srun --nodes=4 --ntasks=16 --ntasks-per-node=4 --cpus-per-task=16 --kill-on-bad-exit=1 --wait=60 --label --unbuffered --gpus-per-node=4 --gpu-bind=none PYTHON RUN_FOLDER/provenance/code.zip gems.engine.run RUN_FOLDER
