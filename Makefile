@@ -9,7 +9,7 @@ RUN    ?=
 EVERY  ?= 1
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-BENCHES = bench-engine bench-transports bench-split bench-compile bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
+BENCHES = bench-engine bench-peers bench-transports bench-split bench-compile bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
           bench-resume bench-fidelity bench-attribution bench-report bench-planner bench-slide bench-networks
 
 .PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm coverage docs docs-test lint \
@@ -105,6 +105,11 @@ format: setup
 bench: $(BENCHES)
 $(BENCHES) bench-memory-gpu: setup
 	$(PY) -m scripts.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
+
+bench-peers: $(VENV)/.peers
+$(VENV)/.peers: | setup
+	$(VENV)/bin/pip install --quiet --no-deps torchgpipe==0.0.7
+	@touch $@
 
 calibrate: setup
 	$(PY) -m scripts.calibrate $(ARGS)

@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,7 @@ THEIR_SCHEDULES = {
 BEST_ROUNDS = 11
 Contender = tuple[str, str]  # the engine, and its schedule
 Step = Callable[[], object]
+Layers = Mapping[int, nn.Module]  # those of a rank, by their number in the network
 
 
 def main(overrides: list[str]) -> int:
@@ -185,12 +187,9 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
     comm, folder = world(), RunFolder(Path(path))
     has_gloo = any(engine == THEIRS for engine, *_ in contenders)
     if has_gloo:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        distributed.init_process_group("gloo", init_method=f"file://{path}/gloo", rank=comm.rank, world_size=comm.size)
+        open_gloo(comm, path)
     spec = folder.read_spec()
-    torch.manual_seed(0)  # the same images on each rank
-    images = torch.randn(global_batch(spec), spec.data.channels, spec.data.height_px, spec.data.width_px)
-    labels = torch.randint(spec.data.num_classes, (len(images),))
+    images, labels = batch_of(spec)
     running: dict[Contender, Step] = {}
     peaks: list[int] = []
     failed: dict[str, str] = {}
@@ -199,9 +198,9 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
         try:
             with LiveBytes() as live:
                 if engine != THEIRS:
-                    step = _ours(RunFolder(Path(how)), comm, images, labels)
+                    step, _ = of_ours(RunFolder(Path(how)), comm, images, labels)
                 else:
-                    step = _theirs(name, how, spec, comm, images, labels)
+                    step, _ = of_torch(name, how, spec, comm, images, labels)
                 step()
         except Exception as error:  # whatever their schedules raise on this model
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
@@ -211,7 +210,7 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
         running[engine, name] = step
         peaks.append(max(allgather(comm, live.peak_bytes)))
     rig.in_turns(running, 1)  # warms up
-    times = rig.in_turns({one: partial(_timed, comm, step, num_steps) for one, step in running.items()}, rounds)
+    times = rig.in_turns({one: partial(timed, comm, step, num_steps) for one, step in running.items()}, rounds)
     if comm.rank == 0:
         write_json(folder.result_json, {
             "contenders": list(running), "seconds": list(times.values()), "peaks": peaks, "failed": failed,
@@ -221,7 +220,20 @@ def race(path: str, contenders: list[tuple[str, str, Any]], rounds: int, num_ste
         distributed.destroy_process_group()
 
 
-def _timed(comm: Any, step: Step, count: int) -> float:
+def open_gloo(comm: Any, path: str) -> None:
+    """Open torch's process group over gloo, by a file in a run folder."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group("gloo", init_method=f"file://{path}/gloo", rank=comm.rank, world_size=comm.size)
+
+
+def batch_of(spec: RunSpec) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of a step, the same on each rank."""
+    torch.manual_seed(0)
+    images = torch.randn(global_batch(spec), spec.data.channels, spec.data.height_px, spec.data.width_px)
+    return images, torch.randint(spec.data.num_classes, (len(images),))
+
+
+def timed(comm: Any, step: Step, count: int) -> float:
     """Return the mean seconds of `count` steps, which all ranks begin and end together."""
     comm.Barrier()
     begin = time.perf_counter()
@@ -258,7 +270,8 @@ def judge(
     return {"contenders": shown, "answers": answers, "failed": failed}
 
 
-def _ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> Step:
+def of_ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> tuple[Step, Layers]:
+    """Return the step of a prepared run of ours, and the layers of this rank."""
     from gems.engine.device import open_device
     from gems.engine.executor import Batch
     from gems.engine.pipeline import build_pipeline
@@ -271,17 +284,19 @@ def _ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> Step:
         {m: part for m, part in enumerate(images.split(size)) if m in pipeline.image_micro_batches},
         {m: part for m, part in enumerate(labels.split(size)) if m in pipeline.label_micro_batches},
     )
-    return lambda: pipeline.train.run(0, batch)
+    layers = {layer.place: layer.module for layer in pipeline.layers}
+    return lambda: pipeline.train.run(0, batch), layers
 
 
-def _theirs(name: str, cuts: Sequence[int], spec: RunSpec, comm: Any, images: Tensor, labels: Tensor) -> Step:
+def of_torch(
+    name: str, cuts: Sequence[int], spec: RunSpec, comm: Any, images: Tensor, labels: Tensor
+) -> tuple[Step, Layers]:
+    """Return the step of a schedule of torch's, and the layers of this rank."""
     rank, size, num_stages = comm.rank, comm.size, len(cuts) - 1
     held = {"linear": [rank], "looped": [rank, rank + size], "v": [rank, 2 * size - 1 - rank]}[THEIR_SCHEDULES[name]]
     layers = layers_of(spec.model, spec.data)
     modules = [nn.Sequential(*build_layers(layers, cuts[s], cuts[s + 1], spec.seed)).train() for s in held]
-    optimizer = build_optimizer(
-        spec.optimizer, [NumberedLayer(i, str(i), module) for i, module in enumerate(modules)], len(modules)
-    )
+    optimizer = optimizer_of(spec, modules)
     stages = [
         pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
         for module, stage in zip(modules, held, strict=True)
@@ -298,16 +313,30 @@ def _theirs(name: str, cuts: Sequence[int], spec: RunSpec, comm: Any, images: Te
         schedule.step(*inputs, **({"target": labels, "losses": []} if has_last else {}))
         optimizer.step()
 
-    return step
+    return step, {cuts[s] + i: layer for s, module in zip(held, modules, strict=True) for i, layer in enumerate(module)}
+
+
+def optimizer_of(spec: RunSpec, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Return the optimizer of a run for some modules."""
+    layers = [NumberedLayer(i, str(i), module) for i, module in enumerate(modules)]
+    return build_optimizer(spec.optimizer, layers, len(modules))
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that come into being inside a `with` block and still live, and their peak."""
+    """Counts the bytes of storages that come into being inside a `with` block and still live, and their peak.
+
+    A mode is of one thread; in another one `in_thread` counts on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.RLock()
+
+    def in_thread(self) -> LiveBytes:
+        """Return a mode for another thread that adds to the same count."""
+        return _OtherThread(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see((args, kwargs), is_new=False)
@@ -325,8 +354,18 @@ class LiveBytes(TorchDispatchMode):
                     weakref.finalize(storage, self._add, -storage.nbytes())
 
     def _add(self, size: int) -> None:
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self._lock:
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class _OtherThread(LiveBytes):
+    def __init__(self, of: LiveBytes) -> None:
+        super().__init__()
+        self._known, self._of = of._known, of
+
+    def _add(self, size: int) -> None:
+        self._of._add(size)
 
 
 if __name__ == "__main__":
