@@ -54,7 +54,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "jobs": (),
     "analysis.io": ("numpy", "yaml"),
     "analysis.metrics": ("numpy",),
-    "analysis.scaling": ("numpy",),
+    "analysis.scaling": ("numpy", "scipy"),
     "analysis.attribution": ("numpy",),
     "analysis.papers": ("numpy",),
     "analysis.plots": ("numpy", "matplotlib"),

@@ -56,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
     summary = verb("summary", "print the closing table of a run")
     about_out = "folder to write to; default the one that holds the first run"
     scaling = verb("scaling", "draw images/s and efficiency over ranks, and write them as CSV", about_out)
-    scaling.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folder or trace.h5")
+    scaling.add_argument("paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5")
+    about_table = "CSV of published step times, or folder of MLPerf's results: fit them in place of runs"
+    scaling.add_argument("--table", type=Path, metavar="FILE", help=about_table)
+    scaling.add_argument("--series", metavar="NAME", help="series of the table; default all")
+    scaling.add_argument("--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all")
     about_laws = "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
     scaling.add_argument("--fit", default="all", metavar="LAW", help=about_laws)
     draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
@@ -92,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _print(options: Options, answer: dict[str, Any], *lines: object) -> None:
+def _print(options: Options, answer: dict[str, Any] | list[dict[str, Any]], *lines: object) -> None:
     """Print the answer as JSON if asked for, or else the lines; a function is called for its line only then."""
     if options.json:
         print(json.dumps(answer, allow_nan=False, default=os.fspath))
@@ -164,10 +168,25 @@ def _attribution(options: Options) -> None:
 
 
 def _scaling(options: Options) -> None:
+    if options.table is not None:
+        _published(options)
+        return
+    if not options.paths:
+        raise ConfigError("scaling", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
     from analysis.cli.scaling import study_answer, study_report, write_study
 
     study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
     _print(options, study_answer(study), study_report(study), *study.pictures, *study.tables)
+
+
+def _published(options: Options) -> None:
+    from analysis.cli.published import published_answer, published_report
+    from analysis.scaling.published import choose_series, read_table
+
+    if options.paths:
+        raise ConfigError("--table", options.table, "is fitted in place of runs", "leave the runs out")
+    answers = published_answer(choose_series(read_table(options.table), options.series), options.fit_to)
+    _print(options, answers, lambda: published_report(answers))
 
 
 def _draw(options: Options) -> None:

@@ -1,0 +1,203 @@
+"""Published step times: tables, MLPerf's logs of three versions, and what laws say of the steps of larger runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.__main__ import main
+from analysis.scaling.published import read_log, read_table
+from analysis.scaling.step_time import Row, fit_steps, next_row
+from gems.errors import ConfigError
+from scripts.bench.outside import TABLE, forecast_row, summary
+
+V05 = """
+0: :::MLPv0.5.0 resnet 1541635731.18 (train.py:40) run_start
+0: :::MLPv0.5.0 resnet 1541635731.20 (train.py:52) input_batch_size: 100
+:::MLPv0.5.0 resnet 1541635731.22 (train.py:53) preproc_num_train_examples: 1000
+:::MLPv0.5.0 resnet 1541635731.24 (train.py:60) opt_name: "sgd"
+:::MLPv0.5.0 resnet 1541635731.26 (train.py:61) model_hp_final_shape: some words
+:::MLPv0.5.0 resnet 1541635740.00 (train.py:80) train_epoch: 0
+:::MLPv0.5.0 resnet 1541635760.00 (train.py:80) train_epoch: 1
+:::MLPv0.5.0 resnet 1541635778.00 (train.py:80) train_epoch: 2
+:::MLPv0.5.0 resnet 1541635798.00 (train.py:80) train_epoch: 3
+:::MLPv0.5.0 resnet 1541635820.00 (train.py:90) run_stop: {"success": true}
+"""
+V06 = """
+:::MLL 1556733699.710 init_start: {"value": null, "metadata": {"file": "train.py", "lineno": 10}}
+:::MLL 1556733699.711 global_batch_size: {"value": 100, "metadata": {"file": "train.py", "lineno": 11}}
+:::MLL 1556733699.712 train_samples: {"value": 1000, "metadata": {"file": "train.py", "lineno": 12}}
+:::MLL 1556733700.000 run_start: {"value": null, "metadata": {"file": "train.py", "lineno": 13}}
+:::MLL 1556733700.000 block_start: {"value": null, "metadata": {"first_epoch_num": 1, "epoch_count": 4}}
+:::MLL 1556733780.000 block_stop: {"value": null, "metadata": {"first_epoch_num": 1}}
+:::MLL 1556733781.000 eval_accuracy: {"value": 0.5, "metadata": {"epoch_num": 4}}
+:::MLL 1556733790.000 block_start: {"value": null, "metadata": {"first_epoch_num": 5, "epoch_count": 4}}
+:::MLL 1556733870.000 block_stop: {"value": null, "metadata": {"first_epoch_num": 5}}
+:::MLL 1556733875.000 run_stop: {"value": null, "metadata": {"status": "success"}}
+"""
+
+
+def v07(*times_ms: int) -> str:
+    def line(key: str, time_ms: int, value: object = None, **metadata: object) -> str:
+        document = {"namespace": "", "time_ms": time_ms, "event_type": "POINT_IN_TIME", "key": key, "value": value}
+        return ":::MLLOG " + json.dumps({**document, "metadata": {"file": "train.py", "lineno": 7, **metadata}})
+
+    lines = [line("cache_clear", 0, True), line("global_batch_size", 1, 100), line("train_samples", 2, 1000)]
+    for number, time_ms in enumerate(times_ms):
+        start_ms = 100_000 * (number + 1)
+        lines += [line("epoch_start", start_ms, epoch_num=number), line("epoch_stop", start_ms + time_ms)]
+    return "\n".join([*lines, "a line of the program's own", line("run_stop", 900_000, status="success")])
+
+
+@pytest.mark.parametrize("text", [V05, V06, v07(21_000, 20_000, 19_000)])
+def test_the_logs_of_three_versions_tell_the_batch_and_the_median_step(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text(text)
+    assert read_log(path) == (100, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (':::MLLOG {"key": "epoch_start", "time_ms": 12', "line 1 is no entry of an MLPerf log: ':::MLLOG"),
+        (":::MLL 1556733699.71 epoch_start: no JSON", "line 1 is no entry"),
+        (":::MLPv0.5.0 resnet yesterday", "line 1 is no entry"),
+        (v07().replace("global_batch_size", "other"), "tells no global batch"),
+        (V06.replace("block_stop", "other"), "has no whole epoch"),
+        ("nothing of MLPerf's", "tells no global batch"),
+    ],
+)
+def test_a_broken_log_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:  # fmt: skip
+    folder = result(tmp_path, text)
+    assert main(["scaling", "--table", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"analysis: table={folder}/results/s8/resnet/result_0.txt: ") and says in line
+
+
+def result(folder: Path, *texts: str, system: str = "s8", nodes: int = 2) -> Path:
+    place = folder / "results" / system / "resnet"
+    place.mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (place / f"result_{number}.txt").write_text(text)
+    (folder / "systems").mkdir(exist_ok=True)
+    facts = {"number_of_nodes": str(nodes), "accelerators_per_node": 4}
+    (folder / "systems" / f"{system}.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_a_folder_of_results_is_a_series_of_medians_over_runs(tmp_path: Path) -> None:
+    result(tmp_path, v07(20_000), v07(30_000), v07(21_000))
+    result(tmp_path, v07(10_000), system="s16", nodes=4)
+    (small, large) = read_table(tmp_path)["resnet"]
+    assert (small.accelerators, small.nodes, small.global_batch, small.step_s) == (8, 2, 100, pytest.approx(2.1))
+    assert (large.accelerators, large.nodes) == (16, 4)
+    assert small.where.endswith("results/s8/resnet, not verified by MLCommons")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("series,accelerators\na,8\n", "has no column global_batch"),
+        ("series,accelerators,global_batch,step_s\na,8,64,\n", "line 2 has neither step_s nor epoch_s"),
+        ("# a note\nseries,accelerators,global_batch,step_s\na,8,64,1\na,x,64,1\n", "line 4: accelerators is 'x'"),
+        ("series,accelerators,global_batch,step_s\na,8,64,-1\n", "line 2: step_s is '-1', and must be above 0"),
+        ("series,accelerators,global_batch,step_s\n", "has no row"),
+    ],
+)
+def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^table=.*{says}"):
+        read_table(path)
+
+
+LAWS: dict[str, Callable[[int, float], float]] = {
+    "ring of all-reduces": lambda ranks, samples: 0.01 + 0.0006 * samples + 0.02 * (1 - 1 / ranks),
+    "tree": lambda ranks, samples: 0.005 + 0.0006 * samples + 0.002 * math.log2(ranks),
+    "power": lambda ranks, samples: 0.001 * samples**0.85,
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("is_strong", [True, False])
+def test_series_that_follow_a_law_are_foreseen(name: str, is_strong: bool) -> None:
+    """Weak scaling to 64 ranks, from there on strong scaling, or weak scaling throughout."""
+    rows = [Row(8, 1024, 0.0), *(Row(ranks, 64 * ranks, 0.0) for ranks in (16, 32, 64))]
+    asked = [Row(ranks, 64 * (64 if is_strong else ranks), 0.0) for ranks in (128, 256)]
+
+    def timed(row: Row) -> Row:
+        return Row(row.accelerators, row.global_batch, LAWS[name](row.accelerators, row.samples))
+
+    model = fit_steps([timed(row) for row in rows])
+    for row in map(timed, asked):
+        found = model.step_s(row)
+        assert found.low <= row.step_s <= found.high
+        assert is_strong or found.value == pytest.approx(row.step_s, rel=0.05)
+
+
+def test_nodes_make_two_levels_of_the_network() -> None:
+    rows = [Row(ranks, 32 * ranks, 0.1 + 0.01 * math.log2(nodes), nodes) for ranks, nodes in
+            ((2, 1), (4, 1), (8, 1), (16, 2), (32, 4))]  # fmt: skip
+    found = fit_steps(rows).step_s(Row(64, 2048, 0.0, 8))
+    assert found.low <= 0.13 <= found.high
+    alone = fit_steps([Row(row.accelerators, row.global_batch, row.step_s) for row in rows]).step_s(Row(64, 2048, 0.0))
+    assert abs(found.value - 0.13) < abs(alone.value - 0.13)
+
+
+def test_the_next_row_is_where_laws_differ_and_nothing_was_measured() -> None:
+    rows = [Row(ranks, 64 * ranks, 0.1) for ranks in (8, 16, 32)]
+    model = fit_steps(rows)
+    following = next_row(model, rows)
+    assert following.samples < 64 and following.accelerators in (32, 64)
+    assert model.disagreement(following) > model.disagreement(Row(64, 4096, 0.0))
+
+
+def answers(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["scaling", "--table", str(TABLE), "--json", *words]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = answers(capsys, "--series", "paradl_resnet50_spatial", "--fit-to", "256")
+    assert (found["series"], found["fit_to"], found["source"]) == ("paradl_resnet50_spatial", 256, "published")
+    assert [point["accelerators"] for point in found["points"]] == [512, 1024]
+    last = found["points"][-1]
+    assert last["low_s"] < last["predicted_step_s"] < last["high_s"]
+    assert abs(last["predicted_step_s"] / 0.278239 - 1) <= 0.05
+    (found,) = answers(capsys, "--series", "daint_deepcam")
+    assert [(point["accelerators"], point["measured_step_s"]) for point in found["points"]] == [
+        (2048, None), (4096, None)
+    ]  # fmt: skip
+
+
+def test_forecasts_of_the_measured_series_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for name, measured in read_table(TABLE).items():
+        for origin in sorted({row.accelerators for row in measured})[:-1]:
+            (answer,) = answers(capsys, "--series", name, "--fit-to", str(origin))
+            rows += [forecast_row(answer, each) for each in answer["points"] if each["accelerators"] <= 4 * origin]
+    found = summary(rows)
+    assert found["median_error"] <= 0.05 and found["share_inside"] >= 0.8 and found["widest"] <= 0.4
+    assert sum(abs(row["error"]) > 0.15 for row in rows) <= 1  # TPUs from 256 to 1024: see docs/benchmarks/outside.md
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--series", "gaudi"], "series=gaudi: is not in the table"),
+        (["--fit-to", "2"], "fit_to=2: leaves no row to fit to; the smallest has 8"),
+        (["a-run"], "is fitted in place of runs"),
+    ],
+)
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    assert main(["scaling", "--table", str(TABLE), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
