@@ -9,7 +9,9 @@ import numpy as np
 
 from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
 from gems.planner.hybrid.end_to_end_time import BreakEven
-from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, NETWORKS, Network, Published, Verdict
+from gems.planner.hybrid.epochs import fit_noise_scale
+from gems.planner.hybrid.inputs import published_series
+from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, MEASURED, NETWORKS, Network, Published, Verdict
 from gems.planner.hybrid.quantity import Quantity, band, drawn
 from gems.utils.tables import RIGHT
 from gems.utils.tables import table as render
@@ -78,6 +80,46 @@ def _projection(network: Network, seed: int) -> Projection:
     return Projection(network, tuple(gains), network.break_even(draws), network.noise_break_even)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredGain:
+    """A gain by epochs that others have measured, where their noise scale says what the batches between take.
+
+    `published` is the paper's figure for the network and the devices, recalled for other epochs; None if it has none.
+    """
+
+    name: str
+    network: str
+    series: str
+    devices: int
+    global_batch: float
+    gain: float
+    low: float
+    high: float
+    is_extrapolated: bool
+    published: Published | None
+
+
+def measured_gains(seed: int = 0) -> list[MeasuredGain]:
+    """Recompute projections with published epochs in place of those derived or recalled."""
+    networks, series = {network.title: network for network in NETWORKS}, published_series()
+    found = []
+    for title, name, shown, counts in MEASURED:
+        network, law = networks[title], fit_noise_scale(series[name]).law
+        case = replace(network.case, epochs=law)
+        rng = np.random.default_rng(seed)
+        draws = [replace(drawn(case, rng), epochs=law.drawn(rng)) for _ in range(NUM_DRAWS)]
+        published = {each.devices: each for each in network.published} if shown == title else {}
+        for devices in counts:
+            workers, batch = devices // DEGREE, devices * case.worker_batch
+            bounds = band(case.gain(workers, DEGREE), [draw.gain(workers, DEGREE) for draw in draws])
+            value, low, high = (end - 1.0 for end in (bounds.value, bounds.low, bounds.high))
+            outside = batch > max(known for known, _ in series[name])
+            found.append(
+                MeasuredGain(shown, title, name, devices, batch, value, low, high, outside, published.get(devices))
+            )
+    return found
+
+
 def table(found: list[Projection]) -> str:
     """Return the projections as text: gains, crossing points, and every input with its mark."""
     columns = {
@@ -110,6 +152,20 @@ def table(found: list[Projection]) -> str:
         "Where two-way workers begin to win:",
         *map(_describe_crossing, found),
     ]
+    measured_columns = {
+        "epochs of": "", "workers of": "", "devices": "d", "batch": "d", "gain": RIGHT, "95 %": RIGHT,
+        "published (recalled)": RIGHT,
+    }  # fmt: skip
+    measured = [
+        (
+            each.series, each.network, each.devices, int(each.global_batch), f"{100 * each.gain:+.1f} %",
+            f"{100 * each.low:+.1f} to {100 * each.high:+.1f}{' (extrapolated)' if each.is_extrapolated else ''}",
+            UNKNOWN if each.published is None else f"{100 * each.published.gain:+.1f} %",
+        )
+        for each in measured_gains()
+    ]  # fmt: skip
+    lines += ["", "By epochs that others have measured (not verified by MLCommons), and a noise scale fitted to them:",
+              render(measured_columns, measured)]  # fmt: skip
     input_columns = {"": "", "network": "", "input": "", "unit": "", "value": "g", "is": ""}
     return "\n".join([*lines, "", "Inputs (! is not confirmed):", render(input_columns, inputs), "", CAUTION])
 
@@ -119,6 +175,7 @@ def answer(found: list[Projection]) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "source": "predicted", "paper": PAPER, "method": " ".join(HEAD.split()),
         "caution": " ".join(CAUTION.split()), "networks": [_network(one) for one in found],
+        "measured_epochs": [_measured(each) for each in measured_gains()],
         "unconfirmed": [
             f"{one.network.title}: {each.name} ({each.mark})"
             for one in found
@@ -147,14 +204,25 @@ def _network(one: Projection) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _measured(each: MeasuredGain) -> dict[str, Any]:
+    return {
+        **asdict(each),
+        "source": "published epochs, not verified by MLCommons",
+        "published": _stated(each.published),
+    }
+
+
+def _stated(published: Published | None) -> dict[str, Any] | None:
+    if published is None:
+        return None
+    return {
+        "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
+        "devices_mark": str(published.devices_mark), "source": published.source,
+    }  # fmt: skip
+
+
 def _gain(each: Gain) -> dict[str, Any]:
-    stated, published = None, each.published
-    if published is not None:
-        stated = {
-            "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
-            "devices_mark": str(published.devices_mark), "source": published.source,
-        }  # fmt: skip
-    return {**asdict(each), "workers": each.devices // DEGREE, "ways": DEGREE, "published": stated}
+    return {**asdict(each), "workers": each.devices // DEGREE, "ways": DEGREE, "published": _stated(each.published)}
 
 
 def _describe_crossing(one: Projection) -> str:

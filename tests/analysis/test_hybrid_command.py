@@ -124,3 +124,12 @@ def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
     as_json = tmp_path / "scaling.json"
     as_json.write_text(json.dumps({"points": point_rows(points)}))
     assert read_efficiency(as_json, "1f1b") == (table, source)
+
+
+def test_measured_epochs_stand_beside_what_the_paper_is_recalled_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(said(capsys, "--json"))["measured_epochs"]
+    gnmt = next(row for row in rows if (row["name"], row["devices"]) == ("GNMT", 256))
+    assert (gnmt["global_batch"], gnmt["is_extrapolated"], gnmt["published"]["gain"]) == (32768, True, 0.08)
+    assert gnmt["low"] < gnmt["gain"] < gnmt["high"] < 0.0  # hybrid does not win
+    assert {row["name"] for row in rows} == {"GNMT", "ResNet-50-like"}
+    assert "By epochs that others have measured (not verified by MLCommons)" in said(capsys)

@@ -43,7 +43,8 @@ class _File:
         try:
             text = self.path.read_text()
             if self.path.suffix != ".json":
-                return {"rows": list(csv.DictReader(text.splitlines(), strict=True))}
+                lines = [line for line in text.splitlines() if not line.startswith("#")]
+                return {"rows": list(csv.DictReader(lines, strict=True))}
             document = json.loads(text)
         except (OSError, ValueError, csv.Error, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
@@ -102,19 +103,47 @@ class GivenEpochs:
     num_samples: int | None = None
 
 
+PUBLISHED_EPOCHS = Path(__file__).with_name("published_epochs.csv")
+
+
+def published_series(given: Path | str = PUBLISHED_EPOCHS) -> dict[str, list[tuple[float, float]]]:
+    """Return the (global batch, epochs) runs of each series of a CSV; raise ConfigError as `read_epochs`."""
+    file = _File(EPOCHS, Path(given))
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in file.rows(file.document(), "runs"):
+        found[str(row.get("series") or "")].append((file.positive(row, "global_batch"), file.positive(row, "epochs")))
+    return found
+
+
+def _chosen_series(path: Path) -> tuple[Path, str | None]:
+    """Split FILE:SERIES, unless there is a file of that whole name."""
+    name, colon, series = str(path).rpartition(":")
+    return (path, None) if path.exists() or not colon else (Path(name), series)
+
+
 def read_epochs(path: Path) -> GivenEpochs:
     """Read epochs by global batch.
 
-    A CSV has columns global_batch and epochs, and may have low and high, the ends of a 95 % interval; a JSON object has
-    such rows under `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its
-    interval. In JSON `model` chooses table (with `beyond: true` it goes on outside of its range) or noise_scale, which
-    is fitted to the runs, or given by `e_min` and `b_crit`; `samples_per_epoch` may be there.
+    Of a CSV with a column series, `FILE:SERIES` chooses one, to which a noise scale is fitted. Another CSV has columns
+    global_batch and epochs, and may have low and high, the ends of a 95 % interval; a JSON object has such rows under
+    `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its interval. In JSON
+    `model` chooses table (with `beyond: true` it goes on outside of its range) or noise_scale, which is fitted to the
+    runs, or given by `e_min` and `b_crit`; `samples_per_epoch` may be there. Lines that begin with # are notes.
 
     Raises:
         ConfigError: a file that cannot be read, a number that is none, or runs without a noise scale.
     """
+    path, name = _chosen_series(path)
     file = _File(EPOCHS, path)
     document = file.document()
+    if path.suffix != ".json" and any(row.get("series") for row in file.rows(document, "runs")):
+        series = published_series(path)
+        if name not in series:
+            raise file.error(f"has the series {', '.join(series)}", f"choose one: {EPOCHS} {path}:{next(iter(series))}")
+        fit = fit_noise_scale(series[name])
+        return GivenEpochs(fit.law, fit)
+    if name is not None:
+        raise file.error(f"has no column series to choose {name} from")
     num_samples = file.whole(document, "samples_per_epoch") if document.get("samples_per_epoch") else None
     model = document.get("model", NOISE_SCALE if "e_min" in document else TABLE)
     if model not in (TABLE, NOISE_SCALE):

@@ -183,6 +183,12 @@ def _derived(workers: int, gain: float, speedup: float) -> dict[int, Input]:
 
 
 EFFICIENCY = _input("scaling efficiency", "1", 1.0, Mark.ASSUMED)
+# Series of published epochs (published_epochs.csv) that a projection is recomputed with: the network whose speed-up and
+# batch of a worker count, the name of the projection, and the devices at which it is asked for.
+MEASURED = (
+    ("GNMT", "gnmt_v0.6_v0.7", "GNMT", (128, 256)),
+    ("Inception-V3", "resnet50_v1.1", "ResNet-50-like", (512, 1024)),
+)
 NETWORKS: tuple[Network, ...] = (
     Network(
         "Inception-V3", "DLPlacer", _speedup(1.32), _batch(64.0),

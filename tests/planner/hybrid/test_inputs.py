@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from gems.errors import ConfigError
-from gems.planner.hybrid.epochs import EpochTable, NoiseScale
-from gems.planner.hybrid.inputs import epochs_json, read_efficiency, read_epochs, read_speedups
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale, fit_noise_scale
+from gems.planner.hybrid.inputs import (
+    PUBLISHED_EPOCHS,
+    epochs_json,
+    published_series,
+    read_efficiency,
+    read_epochs,
+    read_speedups,
+)
 from gems.planner.hybrid.quantity import Quantity
 
 HEAD = "schedule,source,replicas,partitions,images_per_step,step_median_s\n"
@@ -150,3 +157,32 @@ def test_speedups() -> None:
 def test_bad_speedups_are_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="--speedup"):
         read_speedups(text)
+
+
+def test_a_series_of_published_epochs_has_a_noise_scale(tmp_path: Path) -> None:
+    found = read_epochs(Path(f"{PUBLISHED_EPOCHS}:gnmt_v0.6_v0.7"))
+    assert found.fit is not None and len(found.fit.runs) == 5
+    assert found.law.epochs(8192) == pytest.approx(6.2, rel=0.02)
+    own = written(tmp_path, "# a note\nseries,global_batch,epochs\na,64,4\na,128,5\nb,64,1\nb,256,2\n", "my:own.csv")
+    assert read_epochs(Path(f"{own}:b")).law.epochs(160) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("", "has the series a; choose one: --epochs .*:a"), (":c", "has the series a; choose one")]
+)
+def test_a_series_must_be_chosen(tmp_path: Path, name: str, says: str) -> None:
+    path = written(tmp_path, "series,global_batch,epochs\na,64,4\na,128,5\n", "e.csv")
+    with pytest.raises(ConfigError, match=says):
+        read_epochs(Path(f"{path}{name}"))
+    plain = written(tmp_path, "global_batch,epochs\n64,4\n128,5\n", "p.csv")
+    with pytest.raises(ConfigError, match="has no column series to choose c from"):
+        read_epochs(Path(f"{plain}:c"))
+
+
+@pytest.mark.parametrize("name", published_series())
+def test_the_middle_of_a_published_series_follows_from_its_ends(name: str) -> None:
+    """Within 5 % for GNMT and ResNet-50; docs/benchmarks/outside.md has all points."""
+    runs = published_series()[name]
+    law = fit_noise_scale([runs[0], runs[-1]]).law
+    batch, epochs = runs[len(runs) // 2]
+    assert law.epochs(batch) == pytest.approx(epochs, rel=0.05 if name != "deepcam" else 0.11)
