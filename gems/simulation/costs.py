@@ -1,8 +1,9 @@
-"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduce by rings; and one step."""
+"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduces; and one step."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -189,13 +190,13 @@ class AllReduce:
 
 
 def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Return the faster of the two rings over the ranks of `group`, as communication libraries choose by size.
+    """Return the fastest of rings and trees over the ranks of `group`, as communication libraries choose by size.
 
     `group` has ranks as the network counts them, `num_bytes` is of each rank's message.
     """
     if len(group) < 2:
         return AllReduce("none", 0.0, 0.0)
-    return min((form(network, group, num_bytes) for form in (ring, hierarchical)), key=lambda each: each.time)
+    return min((form(network, group, num_bytes) for form in FORMS), key=lambda each: each.time)
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
@@ -235,6 +236,27 @@ def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> Al
     share = 1 if network.has_contention else fewest
     sent = 2 * (num_nodes - 1) / num_nodes * transmission / share
     return AllReduce("hierarchical", inside + 2 * (num_nodes - 1) * latency + sent, sent)
+
+
+def trees(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
+    """Return two binary trees over the nodes, with a chain through the ranks of each (Sanders et al. 2009; NCCL 2.4).
+
+    Sums go up the trees and down again in pieces, so that the slowest link sets the pace: each link carries all bytes
+    twice. A node has an inner place in one tree and is a leaf of the other. Few latencies, and more bytes than rings.
+    """
+    on_node = Counter(network.node_of(rank) for rank in group)
+    most, fewest, num_nodes = max(on_node.values()), min(on_node.values()), len(on_node)
+    here = next(rank for rank in group if on_node[network.node_of(rank)] == most)
+    latency, transmission = network.parts(here, here, num_bytes) if most > 1 else (0.0, 0.0)
+    depth, sent = 2 * (most - 1) * latency, 0.0
+    if num_nodes > 1:
+        latency, between = network.parts(group[0], _farthest(network, group), num_bytes)
+        depth += 2 * math.ceil(math.log2(num_nodes)) * latency
+        sent = 2 * between / (1 if network.has_contention else fewest)
+    return AllReduce("trees", depth + max(2 * transmission, sent), sent)
+
+
+FORMS = (ring, hierarchical, trees)
 
 
 def _farthest(network: Network, group: Sequence[int]) -> int:

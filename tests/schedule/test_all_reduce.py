@@ -1,4 +1,4 @@
-"""All-reduces: closed forms of both rings, what a schedule hides of them, and links that nodes share."""
+"""All-reduces: closed forms of rings and trees, what a schedule hides of them, and links that nodes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.lower import lower
 from gems.schedule.placement import bidirectional
 from gems.schedule.simulate import Pace, simulate
-from gems.simulation.costs import all_reduce, hierarchical, ring
+from gems.simulation.costs import all_reduce, hierarchical, ring, trees
 
 FLAT = Network(latency=3.0, per_byte=0.5)
 NODES = Network(latency=3.0, per_byte=0.5, ranks_per_node=4, node_latency=1.0, node_per_byte=0.1)
@@ -47,13 +47,28 @@ class TestClosedForms:
         group = (0, 4, 8)
         assert hierarchical(SHARED, group, 90.0).time == ring(SHARED, group, 90.0).time
 
-    def test_the_faster_one_is_taken(self) -> None:
-        small, large = (all_reduce(SHARED, range(64), size) for size in (1.0, 1e7))
-        assert small.algorithm == "hierarchical"  # 30 latencies between nodes instead of 126
-        assert large.algorithm == "ring"  # what goes through the node's link is as much, and nothing beside it
-        for size in (1.0, 1e3, 1e7):
-            both = [form(SHARED, range(64), size).time for form in (ring, hierarchical)]
-            assert all_reduce(SHARED, range(64), size).time == min(both)
+    def test_trees_over_nodes(self) -> None:
+        """4 ranks on each of 3 nodes: a chain of 3 links in a node, trees of 2 levels, and all bytes up and down."""
+        depth = 2 * 3 * 1 + 2 * 2 * 3
+        assert trees(SHARED, range(12), 800.0).time == pytest.approx(depth + 2 * 800 * 0.5)
+        own = trees(NODES, range(12), 800.0)
+        assert own.link_time == pytest.approx(2 * 800 * 0.5 / 4)
+        assert own.time == pytest.approx(depth + 2 * 800 * 0.5 / 4)
+        slow_inside = replace(NODES, node_per_byte=0.3)
+        assert trees(slow_inside, range(12), 800.0).time == pytest.approx(depth + 2 * 800 * 0.3)
+        assert trees(NODES, range(4), 800.0).time == pytest.approx(2 * 3 * 1 + 2 * 80)
+
+    def test_the_fastest_one_is_taken(self) -> None:
+        groups = {"trees": range(1024), "ring": range(64), "hierarchical": range(8)}
+        sizes = {"trees": 1.0, "ring": 1e7, "hierarchical": 100.0}
+        for name, group in groups.items():
+            found = all_reduce(SHARED, group, sizes[name])
+            assert found.algorithm == name
+            assert found.time == min(form(SHARED, group, sizes[name]).time for form in (ring, hierarchical, trees))
+
+    def test_trees_grow_by_the_logarithm_of_the_nodes(self) -> None:
+        times = [trees(SHARED, range(4 * nodes), 1.0).time for nodes in (64, 128, 256)]
+        assert times[1] - times[0] == pytest.approx(2 * 3) == times[2] - times[1]
 
     def test_nobody_to_sum_with(self) -> None:
         assert all_reduce(NODES, (3,), 1e6).time == 0.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.reproduce import mcap
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import simulate_step
+from scripts.reproduce import mcap, scaling
 
 
 def run(*words: str) -> str:
@@ -41,3 +44,37 @@ def test_parameters_are_set_beside_the_paper_s(
         ["vgg", "4", "exact", "torchgpipe_size", "3.00", "-"],
         ["vgg", "4", "exact", "torchgpipe_time", "1.88", "-"],
     ]
+
+
+def test_others_machines_are_simulated_from_what_they_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a GPU computes is the published time, however the layers share it; sums and stragglers come on top."""
+    table = tmp_path / "table.csv"
+    head, *rows = [line for line in scaling.TABLE.read_text().splitlines() if not line.startswith("#")]
+    table.write_text("\n".join(["# some rows", head, *(row for row in rows if row.startswith("v100_resnet50"))][:3]))
+    assert scaling.main(["--table", str(table), "--series", "v100_resnet50", "--json"]) == 0
+    (series,) = json.loads(capsys.readouterr().out).values()
+    (point,) = series["points"]
+    assert (point["accelerators"], point["global_batch"], point["machine"]) == (8, 1664, "dgx1_v100")
+    assert point["measured_s"] == pytest.approx(114.183 / 770)
+    assert point["compute_s"] == pytest.approx(208 / 1376)
+    assert point["simulated_s"] == pytest.approx(sum(point[name] for name in scaling.PIECES))
+    assert point["compute_s"] < point["low_s"] <= point["simulated_s"] <= point["high_s"]
+    assert series["median_error"] == pytest.approx(abs(point["simulated_s"] / point["measured_s"] - 1))
+    assert all(source for source in series["constants"].values())
+
+
+def test_a_base_of_several_gpus_holds_their_sum() -> None:
+    series = scaling.ALL_SERIES[1]
+    (base,) = series.bases.values()
+    spec = scaling.spec_of(series, base, base.gpus, base.images)
+    step = simulate_step(spec, lowered_schedule(spec))[1]
+    assert step.span == pytest.approx(base.step_s, rel=1e-6)
+
+
+def test_a_table_of_another_form_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("name,value\na,1\n")
+    assert scaling.main(["--table", str(table)]) == 2
+    assert "holds no measured scaling" in capsys.readouterr().err

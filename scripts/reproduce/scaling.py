@@ -1,0 +1,232 @@
+"""Measured scaling of others' machines beside the simulator: ResNet-50 on up to 1536 V100 (MLPerf), and on ABCI.
+
+What a GPU computes is one published time on one GPU or node, which is none of the measured points; networks are those
+of conf/machine. Nothing is fitted to the points. Prints each point and each constant with its source; `--json` prints
+one object.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from analysis.scaling.projection import COMPUTE, varied
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError, GemsError, one_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import all_reduce, network_in_seconds
+from gems.simulation.prediction import predict_schedule
+from gems.simulation.profiled_costs import with_profiled_costs
+from gems.utils.tables import table
+from gems.utils.units import counted
+from scripts.bench.rig import answered, composed, options, square
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "scripts/data/measured_scaling.csv"
+MACHINE_KEYS = (
+    "link_bytes_per_s", "link_latency_s", "node_bytes_per_s", "node_latency_s", "ranks_per_node", "noise",
+)  # fmt: skip
+PIECES = {"compute_s": "compute [ms]", "all_reduce_s": "exposed sum [ms]", "stragglers_s": "stragglers [ms]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What predictions on a machine start from: the published time of a step of `images` images on each GPU."""
+
+    machine: str
+    gpus: int
+    images: int
+    step_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A measured series, and how its runs summed their gradients.
+
+    Attributes:
+        bases: by a part of the source of a point, which names its machine.
+        sums: how many all-reduces of a step overlap with backward; 1 if one follows it.
+        gradient_bytes: of one parameter.
+        source: of the two.
+    """
+
+    name: str
+    bases: dict[str, Base]
+    sums: int
+    gradient_bytes: int
+    source: str
+
+
+MXNET = (
+    "{} images/s on 1 GPU with mixed precision: NVIDIA/DeepLearningExamples, MxNet/Classification/RN50v1.5/README.md, "
+    "container 20.12, February 2021"
+)
+PARADL = "ankahira/paraDL, spatial/results/resnet/4/log, 2020: seconds of the 2nd epoch's 20018 iterations"
+ALL_SERIES = (
+    Series(
+        "v100_resnet50",
+        {
+            "dgx1": Base("dgx1_v100", 1, 192, 192 / 1376, MXNET.format(1376)),
+            "dgx2": Base("dgx2_v100", 1, 256, 256 / 1492, MXNET.format(1492)),
+        },
+        16, 2,
+        "float16 in run_and_time.sh, and MXNET_HOROVOD_NUM_GROUPS=16 in config_DGX1_multi.sh and config_DGX2_multi.sh, "
+        "training_results_v0.6, 2019",
+    ),
+    Series(
+        "paradl_resnet50_spatial",
+        {"paraDL": Base("abci_v100", 4, 16, (9429.572 - 4754.069) / 20018, f"{PARADL}, on one node of 4 GPUs")},
+        1, 4, "float32, and an optimizer that sums in the node and then between nodes (hybrid/train_imagenet.py, 2020)",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured step beside the simulated one and its parts; `error` is simulated over measured, less 1."""
+
+    accelerators: int
+    global_batch: int
+    machine: str
+    measured_s: float
+    simulated_s: float
+    low_s: float
+    high_s: float
+    compute_s: float
+    all_reduce_s: float
+    stragglers_s: float
+    error: float
+    source: str
+
+
+def measured_rows(path: Path, series: str) -> list[dict[str, str]]:
+    """Return the rows of a series in a table of measured scaling.
+
+    Raises:
+        ConfigError: no such table, or no such series in it.
+    """
+    try:
+        with path.open() as file:
+            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+        mine = [row for row in rows if row["series"] == series]
+    except (OSError, KeyError, UnicodeDecodeError) as error:
+        fault = f"holds no measured scaling ({error})"
+        raise ConfigError("table", path, fault, f"give a table with the columns of {TABLE.name}") from error
+    if not mine:
+        raise ConfigError("table", path, f"has no series {series}", one_of({row["series"] for row in rows}))
+    return mine
+
+
+def measured_step_s(row: dict[str, str]) -> float:
+    """Return the seconds of a step, from those of an epoch if the row has no others."""
+    if row["step_s"]:
+        return float(row["step_s"])
+    return float(row["epoch_s"]) / math.ceil(int(row["train_samples"]) / int(row["global_batch"]))
+
+
+def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSpec:
+    """Return the run of a point with the costs of its layers, scaled so that an image takes as long as in the base.
+
+    A base of several GPUs holds their sum too, which is taken off.
+    """
+    spec = composed(
+        f"model=resnet50 data=synthetic data.num_classes=1000 {square(224)} machine={base.machine} cost=profile",
+        "machine.kind=simulated machine.device_bytes=null",
+        "schedule=gpipe" if series.sums == 1 else f"schedule=interleaved_1f1b schedule.chunks={series.sums}",
+        f"parallel.replicas={accelerators} parallel.micro_batches=1 parallel.micro_batch_size={images}",
+    )
+    spec = with_profiled_costs(spec)
+    cost = replace(spec.cost, param_bytes=spec.cost.param_bytes * series.gradient_bytes // 4)
+    own = all_reduce(network_in_seconds(spec), range(base.gpus), cost.param_bytes).time
+    wanted_s = (base.step_s - own) / base.images * images
+    return varied(replace(spec, cost=cost), {COMPUTE: _compute_s(spec) / wanted_s})
+
+
+def _compute_s(spec: RunSpec) -> float:
+    return sum(getattr(spec.cost, name) for name in ("forward", "input_grad", "weight_grad"))
+
+
+def simulated(series: Series, row: dict[str, str]) -> Point:
+    """Simulate a row of a series.
+
+    Raises:
+        ConfigError: a row of a machine that the series does not know.
+    """
+    source, accelerators, batch = row["source"], int(row["accelerators"]), int(row["global_batch"])
+    base = next((base for part, base in series.bases.items() if part in source), None)
+    if base is None:
+        raise ConfigError("table", source, f"names none of the machines {one_of(series.bases)}")
+    spec = spec_of(series, base, accelerators, batch // accelerators)
+    schedule = lowered_schedule(spec)
+    step = predict_schedule(spec, schedule)
+    quiet_s = predict_schedule(replace(spec, machine=replace(spec.machine, noise=0.0)), schedule).step_s
+    compute_s, measured_s = _compute_s(spec), measured_step_s(row)
+    return Point(
+        accelerators, batch, base.machine, measured_s, step.step_s, *step.interval, compute_s, quiet_s - compute_s,
+        step.step_s - quiet_s, step.step_s / measured_s - 1, source,
+    )  # fmt: skip
+
+
+def constants(series: Series) -> Iterator[tuple[str, str]]:
+    """Yield what a series is predicted from, each with its source."""
+    for base in series.bases.values():
+        value = f"{base.step_s:.6g} s for {base.images} images on each of {counted(base.gpus, 'GPU')}"
+        yield f"{base.machine}: {value}", base.source
+    sums = "one sum after backward" if series.sums == 1 else f"{series.sums} sums beside backward"
+    yield f"gradients of {series.gradient_bytes} bytes a parameter, {sums}", series.source
+    for base in series.bases.values():
+        machine = composed(f"machine={base.machine}").machine
+        values = ", ".join(f"{key} {getattr(machine, key):g}" for key in MACHINE_KEYS)
+        path = ROOT / f"conf/machine/{base.machine}.yaml"
+        notes = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+        yield f"{base.machine}: {values}", " ".join(notes)
+
+
+def show(series: Series, points: Sequence[Point], error: float) -> None:
+    """Print the points, the median of their errors, and the constants."""
+    columns = {"accelerators": "d", "batch": "d", "machine": "", "measured [ms]": ".1f", "simulated [ms]": ".1f"}
+    columns |= {"error [%]": "+.1f"} | dict.fromkeys(PIECES.values(), ".1f")
+    rows = [
+        (
+            point.accelerators, point.global_batch, point.machine, 1e3 * point.measured_s, 1e3 * point.simulated_s,
+            100 * point.error, *(1e3 * getattr(point, name) for name in PIECES),
+        )
+        for point in points
+    ]  # fmt: skip
+    print(table(columns, rows, title=f"{series.name}: a step, measured by others and SIMULATED"))
+    print(f"median error {100 * error:.1f} % over {len(points)} points; none of them is a base")
+    for value, source in constants(series):
+        print(f"  {value}\n    {source}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate each series and return the exit code."""
+    names = tuple(series.name for series in ALL_SERIES)
+    given = options(__doc__, argv, json=False, table=TABLE, series={"choices": names})
+    answer: dict[str, Any] = {}
+    try:
+        for series in ALL_SERIES:
+            if given.series in (None, series.name):
+                points = [simulated(series, row) for row in measured_rows(given.table, series.name)]
+                error = median(abs(point.error) for point in points)
+                answer[series.name] = {
+                    "source": "simulated", "median_error": error, "points": [asdict(point) for point in points],
+                    "constants": dict(constants(series)),
+                }  # fmt: skip
+                if not given.json:
+                    show(series, points, error)
+    except GemsError as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return error.exit_code
+    return answered(answer, False, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
