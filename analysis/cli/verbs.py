@@ -79,8 +79,15 @@ def parser() -> argparse.ArgumentParser:
     hybrid = verb("hybrid", about, f"picture: {PICTURE_HELP}")
     about_file = "a file of `gems plan --hybrid --json`, to draw"
     hybrid.add_argument("answer", type=Path, nargs="?", metavar="ANSWER", help=about_file)
-    about_out = ".html; default report.html in the folder of the run or study"
+    about_out = ".html (.pdf with --proposal, with a .csv beside it); default in the folder of the run or study"
     report = verb("report", "write one HTML page about runs, which needs no network", about_out)
+    report.add_argument("--proposal", action="store_true", help="a page for a proposal of compute time instead, as PDF")
+    for name, about in (
+        ("--num-steps", "steps of a run that the proposal asks time for; default: the study once more"),
+        ("--num-runs", "how many such runs; default 1"),
+        ("--gpus", "GPUs of such a run, as many as a run of the study has; default the most"),
+    ):
+        report.add_argument(name, type=int, metavar="N", help=f"with --proposal: {about}")
     about_out = "file to write; default perfetto.json, events.csv or extrap.jsonl"
     export = verb("export", "write events for Perfetto or a table, or step times for Extra-P", about_out)
     export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
@@ -214,9 +221,32 @@ def _report(options: Options) -> None:
     from analysis.report.build import build_report
 
     runs = find_runs(options.runs, options.runs_dir)
-    made = build_report(runs, options.out or default_out(options.runs, runs, options.runs_dir))
+    out = options.out or default_out(options.runs, runs, options.runs_dir)
+    if options.proposal:
+        _proposal(options, runs, options.out or out.with_name("proposal.pdf"))
+        return
+    for name in ("num_steps", "num_runs", "gpus"):
+        if getattr(options, name) is not None:
+            raise ConfigError(name.replace("_", "-"), getattr(options, name), "is of a proposal alone", "--proposal")
+    made = build_report(runs, out)
     _print_notes(made.notes)
     _print(options, asdict(made), made.path)
+
+
+def _proposal(options: Options, runs: list[Path], out: Path) -> None:
+    from analysis.io.files import write_csv
+    from analysis.plots.figure import check_picture_path, save_figure
+    from analysis.plots.proposal import proposal_figure
+    from analysis.scaling.proposal import Ask, propose
+
+    check_picture_path(out)
+    made = propose(runs, Ask(options.num_runs, options.num_steps, options.gpus))
+    save_figure(proposal_figure(made), out)
+    table = write_csv(made.rows, out.with_suffix(".csv"))
+    answer = {"path": out, "csv": table, "gpu_hours": asdict(made.gpu_hours), "request": made.request}
+    answer |= {"missing": made.missing, "points": made.rows, "sources": made.sources, "method": made.method}
+    _print_notes(made.missing)
+    _print(options, answer, made.request, out, table)
 
 
 def _export(options: Options) -> None:

@@ -7,7 +7,7 @@ approximately: repetitions as jobs of their own tell more than as many further s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,10 @@ class Interval:
     def relative_half_width(self) -> float:
         """Half the distance between the bounds, over the value."""
         return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else np.inf
+
+    def scaled(self, factor: float) -> Interval:
+        """Return the interval of the value times a factor above 0."""
+        return replace(self, low=factor * self.low, value=factor * self.value, high=factor * self.high)
 
     def overlaps(self, other: Interval) -> bool:
         """Return whether the two have a value in common."""

@@ -53,15 +53,15 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
             largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
             rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
-        _draw_points(rate, {point: point.images_per_s_interval for point in mine}, colour, kind)
+        draw_points(rate, {point: point.images_per_s_interval for point in mine}, colour, kind)
         shares = {point: point.efficiency_interval(base) for point in mine}
-        _draw_points(share, {point: bounds for point, bounds in shares.items() if bounds is not None}, colour, kind)
+        draw_points(share, {point: bounds for point, bounds in shares.items() if bounds is not None}, colour, kind)
         if fit and kind != "capability":
             _draw_fit(rate, fit, colour, curve_ranks(fit))
         if fit:
             _draw_fit(share, fit, colour, base.rank_s_per_image)
     rate.set_yscale("log")
-    _plain_ticks(rate)
+    plain_ticks(rate)
     label_counts(share, [*(point.ranks for point in points), *(fit.limit_ranks for fit in best.values())], MAX_TICKS)
     share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
@@ -70,7 +70,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     return figure
 
 
-def _plain_ticks(axes: Axes) -> None:
+def plain_ticks(axes: Axes) -> None:
     """Write rates as plain numbers, and between decades too if there are few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -80,7 +80,7 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind: str) -> None:
+def draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind: str) -> None:
     """Draw the points of a line with their bars, and join neighbours."""
     for point, after in pairwise(most_real(list(values))):
         if may_join(kind, point, after):
@@ -89,7 +89,7 @@ def _draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind
             axes.plot([point.ranks, after.ranks], ends, color=colour, linewidth=1.3, linestyle=style)
     for point, bounds in values.items():
         reach = [[bounds.value - bounds.low], [bounds.high - bounds.value]]
-        axes.errorbar([point.ranks], [bounds.value], reach, **_marks(point, colour), capsize=2, elinewidth=0.9)
+        axes.errorbar([point.ranks], [bounds.value], reach, **point_marks(point, colour), capsize=2, elinewidth=0.9)
 
 
 def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
@@ -101,7 +101,8 @@ def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> N
     axes.fill_between(ranks[beyond], low[beyond], high[beyond], color=colour, alpha=BAND_ALPHA, linewidth=0, gid=BAND)
 
 
-def _marks(point: Point, colour: str) -> dict[str, Any]:
+def point_marks(point: Point, colour: str) -> dict[str, Any]:
+    """Return the style of a point's marker: what its source is, and open if it is a prediction."""
     face = "none" if point.source == "simulated" else colour
     size = 7.0 if point.source == "simulated" else 5.0
     return {
@@ -124,7 +125,7 @@ def _name_parts(figure: Figure, points: Sequence[Point], lines: Sequence[str], b
     for source in SOURCES:
         found = next((point for point in points if point.source == source), None)
         if found is not None:
-            handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_NAMES[source]))
+            handles.append(Line2D([], [], **point_marks(found, "#444444"), label=SOURCE_NAMES[source]))
     handles.append(Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"))
     if best:
         laws = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
