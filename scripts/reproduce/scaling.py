@@ -1,8 +1,10 @@
 """Measured scaling of others' machines beside the simulator: ResNet-50 on up to 1536 V100 (MLPerf), and on ABCI.
 
-What a GPU computes is one published time on one GPU or node, which is none of the measured points; networks are those
-of conf/machine. Nothing is fitted to the points. Prints each point and each constant with its source; `--json` prints
-one object.
+What a GPU computes is a published time on one GPU or node, which is none of the measured points; networks are those of
+conf/machine. Nothing is fitted to the points. In batches of other sizes than the published one, training an image takes
+more or less time as inference does, by the table beside it. Prints each point, each constant with its source, and the
+median error by other choices: another edition of the source, and the same time for an image in every batch. `--json`
+prints one object.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from analysis.scaling.projection import COMPUTE, varied
 from gems.config.schema import RunSpec
@@ -37,13 +41,27 @@ PIECES = {"compute_s": "compute [ms]", "all_reduce_s": "exposed sum [ms]", "stra
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What predictions on a machine start from: the published time of a step of `images` images on each GPU."""
+    """What predictions on a machine start from: the published time of a step of `images` images on each GPU.
+
+    `inference` are images/s of one GPU by batch, of the same source; empty if none are published.
+    """
 
     machine: str
     gpus: int
     images: int
     step_s: float
     source: str
+    inference: Mapping[int, float] = field(default_factory=dict)
+
+    def image_s(self, images: int) -> float:
+        """Return the time of an image in a batch of another size, which changes as that of inference does."""
+
+        def inferred_s(batch: int) -> float:
+            times_s = [size / rate for size, rate in self.inference.items()]
+            return float(np.interp(batch, list(self.inference), times_s)) / batch
+
+        change = inferred_s(images) / inferred_s(self.images) if self.inference else 1.0
+        return change * self.step_s / self.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +69,63 @@ class Series:
     """A measured series, and how its runs summed their gradients.
 
     Attributes:
-        bases: by a part of the source of a point, which names its machine.
+        choices: bases by a part of the source of a point, which names its machine; the first choice is the one shown.
         sums: how many all-reduces of a step overlap with backward; 1 if one follows it.
         gradient_bytes: of one parameter.
         source: of the two.
     """
 
     name: str
-    bases: dict[str, Base]
+    choices: Mapping[str, Mapping[str, Base]]
     sums: int
     gradient_bytes: int
     source: str
 
 
 MXNET = (
-    "{} images/s on 1 GPU with mixed precision: NVIDIA/DeepLearningExamples, MxNet/Classification/RN50v1.5/README.md, "
-    "container 20.12, February 2021"
+    "{} images/s on 1 GPU with mixed precision, and the table of inference: NVIDIA/DeepLearningExamples, "
+    "MxNet/Classification/RN50v1.5/README.md, container {}"
 )
-PARADL = "ankahira/paraDL, spatial/results/resnet/4/log, 2020: seconds of the 2nd epoch's 20018 iterations"
+OLDER, NEWER = "18.12, December 2018", "20.12, February 2021"
+INFERENCE = {
+    OLDER: {16: 2144, 32: 2954, 64: 3428, 96: 3546, 128: 3690, 192: 3828, 208: 3832},
+    NEWER: {16: 2359, 32: 2902, 64: 3234, 128: 3362, 192: 3178, 256: 3057},
+}
+
+
+def mxnet(machine: str, edition: str, images: int, rate: float) -> Base:
+    """Return the base that an edition of NVIDIA's page on MXNet gives."""
+    return Base(machine, 1, images, images / rate, MXNET.format(rate, edition), INFERENCE[edition])
+
+
+def with_fixed(choices: Mapping[str, Mapping[str, Base]]) -> Mapping[str, Mapping[str, Base]]:
+    """Return choices, and for each one that takes the same time for an image in every batch."""
+    fixed = {
+        f"{name}, fixed time of an image": {part: replace(base, inference={}) for part, base in bases.items()}
+        for name, bases in choices.items()
+    }
+    return {**choices, **fixed}
+
+
+PARADL = "ankahira/paraDL, spatial/results/resnet/4/log, 2020: seconds of the 2nd epoch's 20018 iterations on one node"
 ALL_SERIES = (
     Series(
         "v100_resnet50",
-        {
-            "dgx1": Base("dgx1_v100", 1, 192, 192 / 1376, MXNET.format(1376)),
-            "dgx2": Base("dgx2_v100", 1, 256, 256 / 1492, MXNET.format(1492)),
-        },
+        with_fixed({
+            f"container {OLDER}": {
+                "dgx1": mxnet("dgx1_v100", OLDER, 208, 1442.6), "dgx2": mxnet("dgx2_v100", OLDER, 208, 1442.6),
+            },
+            f"container {NEWER}": {
+                "dgx1": mxnet("dgx1_v100", NEWER, 192, 1376), "dgx2": mxnet("dgx2_v100", NEWER, 256, 1492),
+            },
+        }),
         16, 2,
         "float16 in run_and_time.sh, and MXNET_HOROVOD_NUM_GROUPS=16 in config_DGX1_multi.sh and config_DGX2_multi.sh, "
         "training_results_v0.6, 2019",
     ),
     Series(
         "paradl_resnet50_spatial",
-        {"paraDL": Base("abci_v100", 4, 16, (9429.572 - 4754.069) / 20018, f"{PARADL}, on one node of 4 GPUs")},
+        {"one node": {"paraDL": Base("abci_v100", 4, 16, (9429.572 - 4754.069) / 20018, PARADL)}},
         1, 4, "float32, and an optimizer that sums in the node and then between nodes (hybrid/train_imagenet.py, 2020)",
     ),
 )  # fmt: skip
@@ -132,7 +175,7 @@ def measured_step_s(row: dict[str, str]) -> float:
 
 
 def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSpec:
-    """Return the run of a point with the costs of its layers, scaled so that an image takes as long as in the base.
+    """Return the run of a point with the costs of its layers, scaled so that an image takes as long as by the base.
 
     A base of several GPUs holds their sum too, which is taken off.
     """
@@ -145,7 +188,7 @@ def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSp
     spec = with_profiled_costs(spec)
     cost = replace(spec.cost, param_bytes=spec.cost.param_bytes * series.gradient_bytes // 4)
     own = all_reduce(network_in_seconds(spec), range(base.gpus), cost.param_bytes).time
-    wanted_s = (base.step_s - own) / base.images * images
+    wanted_s = images * replace(base, step_s=base.step_s - own).image_s(images)
     return varied(replace(spec, cost=cost), {COMPUTE: _compute_s(spec) / wanted_s})
 
 
@@ -153,16 +196,16 @@ def _compute_s(spec: RunSpec) -> float:
     return sum(getattr(spec.cost, name) for name in ("forward", "input_grad", "weight_grad"))
 
 
-def simulated(series: Series, row: dict[str, str]) -> Point:
+def simulated(bases: Mapping[str, Base], series: Series, row: dict[str, str]) -> Point:
     """Simulate a row of a series.
 
     Raises:
         ConfigError: a row of a machine that the series does not know.
     """
     source, accelerators, batch = row["source"], int(row["accelerators"]), int(row["global_batch"])
-    base = next((base for part, base in series.bases.items() if part in source), None)
+    base = next((base for part, base in bases.items() if part in source), None)
     if base is None:
-        raise ConfigError("table", source, f"names none of the machines {one_of(series.bases)}")
+        raise ConfigError("table", source, f"names none of the machines {one_of(bases)}")
     spec = spec_of(series, base, accelerators, batch // accelerators)
     schedule = lowered_schedule(spec)
     step = predict_schedule(spec, schedule)
@@ -174,14 +217,14 @@ def simulated(series: Series, row: dict[str, str]) -> Point:
     )  # fmt: skip
 
 
-def constants(series: Series) -> Iterator[tuple[str, str]]:
+def constants(series: Series, bases: Mapping[str, Base]) -> Iterator[tuple[str, str]]:
     """Yield what a series is predicted from, each with its source."""
-    for base in series.bases.values():
-        value = f"{base.step_s:.6g} s for {base.images} images on each of {counted(base.gpus, 'GPU')}"
+    for base in bases.values():
+        value = f"{base.step_s:.6g} s a step of {base.images} images a GPU, on {counted(base.gpus, 'GPU')}"
         yield f"{base.machine}: {value}", base.source
     sums = "one sum after backward" if series.sums == 1 else f"{series.sums} sums beside backward"
     yield f"gradients of {series.gradient_bytes} bytes a parameter, {sums}", series.source
-    for base in series.bases.values():
+    for base in bases.values():
         machine = composed(f"machine={base.machine}").machine
         values = ", ".join(f"{key} {getattr(machine, key):g}" for key in MACHINE_KEYS)
         path = ROOT / f"conf/machine/{base.machine}.yaml"
@@ -189,21 +232,34 @@ def constants(series: Series) -> Iterator[tuple[str, str]]:
         yield f"{base.machine}: {values}", " ".join(notes)
 
 
-def show(series: Series, points: Sequence[Point], error: float) -> None:
-    """Print the points, the median of their errors, and the constants."""
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """Print the points, the median of their errors, those of other choices, and the constants."""
     columns = {"accelerators": "d", "batch": "d", "machine": "", "measured [ms]": ".1f", "simulated [ms]": ".1f"}
     columns |= {"error [%]": "+.1f"} | dict.fromkeys(PIECES.values(), ".1f")
+    names = ("accelerators", "global_batch", "machine")
+    scales = {"measured_s": 1e3, "simulated_s": 1e3, "error": 1e2} | dict.fromkeys(PIECES, 1e3)
     rows = [
-        (
-            point.accelerators, point.global_batch, point.machine, 1e3 * point.measured_s, 1e3 * point.simulated_s,
-            100 * point.error, *(1e3 * getattr(point, name) for name in PIECES),
-        )
-        for point in points
-    ]  # fmt: skip
-    print(table(columns, rows, title=f"{series.name}: a step, measured by others and SIMULATED"))
-    print(f"median error {100 * error:.1f} % over {len(points)} points; none of them is a base")
-    for value, source in constants(series):
+        (*(point[name] for name in names), *(scale * point[name] for name, scale in scales.items()))
+        for point in found["points"]
+    ]
+    print(table(columns, rows, title=f"{name}: a step, measured by others and SIMULATED"))
+    print(f"median error {100 * found['median_error']:.1f} % over {len(rows)} points; none of them is a base")
+    for choice, error in found["median_errors"].items():
+        print(f"  {100 * error:4.1f} % by {choice}")
+    for value, source in found["constants"].items():
         print(f"  {value}\n    {source}")
+
+
+def reproduced(series: Series, rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Return the points of a series by its first choice, the median errors of all, and the constants."""
+    points = {name: [simulated(bases, series, row) for row in rows] for name, bases in series.choices.items()}
+    errors = {name: median(abs(point.error) for point in made) for name, made in points.items()}
+    first = next(iter(series.choices))
+    return {
+        "source": "simulated", "choice": first, "median_error": errors[first], "median_errors": errors,
+        "points": [asdict(point) for point in points[first]],
+        "constants": dict(constants(series, series.choices[first])),
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -214,14 +270,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         for series in ALL_SERIES:
             if given.series in (None, series.name):
-                points = [simulated(series, row) for row in measured_rows(given.table, series.name)]
-                error = median(abs(point.error) for point in points)
-                answer[series.name] = {
-                    "source": "simulated", "median_error": error, "points": [asdict(point) for point in points],
-                    "constants": dict(constants(series)),
-                }  # fmt: skip
+                answer[series.name] = reproduced(series, measured_rows(given.table, series.name))
                 if not given.json:
-                    show(series, points, error)
+                    show(series.name, answer[series.name])
     except GemsError as error:
         print(f"scaling: {error}", file=sys.stderr)
         return error.exit_code

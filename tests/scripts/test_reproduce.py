@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,16 +59,17 @@ def test_others_machines_are_simulated_from_what_they_published(
     (point,) = series["points"]
     assert (point["accelerators"], point["global_batch"], point["machine"]) == (8, 1664, "dgx1_v100")
     assert point["measured_s"] == pytest.approx(114.183 / 770)
-    assert point["compute_s"] == pytest.approx(208 / 1376)
+    assert point["compute_s"] == pytest.approx(208 / 1442.6)
     assert point["simulated_s"] == pytest.approx(sum(point[name] for name in scaling.PIECES))
     assert point["compute_s"] < point["low_s"] <= point["simulated_s"] <= point["high_s"]
     assert series["median_error"] == pytest.approx(abs(point["simulated_s"] / point["measured_s"] - 1))
+    assert len(series["median_errors"]) == 4 and series["median_errors"][series["choice"]] == series["median_error"]
     assert all(source for source in series["constants"].values())
 
 
 def test_a_base_of_several_gpus_holds_their_sum() -> None:
     series = scaling.ALL_SERIES[1]
-    (base,) = series.bases.values()
+    (base,) = series.choices["one node"].values()
     spec = scaling.spec_of(series, base, base.gpus, base.images)
     step = simulate_step(spec, lowered_schedule(spec))[1]
     assert step.span == pytest.approx(base.step_s, rel=1e-6)
@@ -78,3 +80,11 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path, capsys: pytest.Captu
     table.write_text("name,value\na,1\n")
     assert scaling.main(["--table", str(table)]) == 2
     assert "holds no measured scaling" in capsys.readouterr().err
+
+
+def test_an_image_in_a_smaller_batch_takes_longer_as_in_inference() -> None:
+    base = scaling.Base("dgx1_v100", 1, 200, 0.2, "here", {50: 1000.0, 100: 1600.0, 200: 2000.0})
+    assert base.image_s(200) == pytest.approx(0.001)
+    assert base.image_s(50) == pytest.approx(0.002)
+    assert base.image_s(75) == pytest.approx(0.001 * (50 + 62.5) / 2 / 75 / 0.5)  # half-way between 50 and 62.5 ms
+    assert replace(base, inference={}).image_s(50) == pytest.approx(0.001)
