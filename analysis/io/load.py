@@ -11,7 +11,7 @@ import numpy as np
 
 from gems.errors import ConfigError
 from gems.profile import ModelProfile
-from gems.runs.folder import RunFolder
+from gems.runs.folder import RunFolder, describe_change
 from gems.runs.lookup import runs_of_name
 from gems.trace import LayerTimes, Trace, join_attempts, merge_parts, read_part, read_trace
 from gems.utils.atomic_io import read_json
@@ -125,7 +125,8 @@ def _load_attempt(folder: Path) -> Loaded:
 def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
     """Add to a trace the commit, schedule, partition, memory plan and layers' times that its run was prepared with.
 
-    Without a file the trace stays as it was; a damaged file is named in the notes that are returned.
+    The changes of its layout are added too. Without a file the trace stays as it was; a damaged file is named in the
+    notes that are returned.
     """
     notes = []
     commit, schedule, partition = folder.provenance_json, folder.schedule_json, folder.partition_json
@@ -152,6 +153,12 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
                 trace.layer_times = LayerTimes(profile.source, *times)
         except (ConfigError, ValueError) as error:
             notes.append(f"left out {path.name}: not readable ({' '.join(str(error).split())})")
+    try:
+        if changes := [describe_change(row) for row in folder.layouts()]:
+            trace.attributes["layouts"] = changes
+            notes += changes
+    except ConfigError as error:
+        notes.append(f"left out {folder.layouts_json.name}: not readable ({' '.join(str(error).split())})")
     return notes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config.resolve import global_batch, run_id
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.evaluation.validator import Validator
@@ -106,14 +106,14 @@ def run_steps(
     return False
 
 
-def trace_attributes(source: str, spec: RunSpec, comm: Comm, device: str, **versions: str) -> dict[str, object]:
+def trace_attributes(source: str, signature: str, comm: Comm, device: str, **versions: str) -> dict[str, object]:
     """Return the root attributes of a rank's trace part; `versions` are those of more libraries."""
     versions = {
         "gems": __version__, **versions, "mpi4py": mpi4py_version, "mpi": library(), "h5py": h5py.__version__,
         "numpy": np.__version__,
     }  # fmt: skip
     return root_attributes(
-        source, run_id(spec), comm.size, hostname=socket.gethostname(), device=device,
+        source, signature, comm.size, hostname=socket.gethostname(), device=device,
         versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def train(
     state after the same step and end, without evaluation and result.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    attributes = trace_attributes("measured", spec, comm, name, torch=torch.__version__)
+    attributes = trace_attributes("measured", folder.run_id(spec), comm, name, torch=torch.__version__)
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, attributes)
     try:
         pipeline = build_pipeline(

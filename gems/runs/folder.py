@@ -26,7 +26,8 @@ from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
-    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json", RESERVE,
+    "owners", "checkpoints", "metrics.csv", "tensorboard", "wandb", "best", "best.json", RESERVE, "layouts",
+    "layouts.json",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
@@ -44,18 +45,31 @@ class _Entry:
         return folder.path / self.name
 
 
+class _PlanEntry(_Entry):
+    """A file of the plan that ranks run: that of the present layout."""
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.layout.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run."""
+    """The paths of one run.
+
+    A run has the layout that its user gave it, whose plan is in the folder itself, until it goes on with other ranks:
+    then the configuration and the plan of its present layout are in `layouts/<number>/`, and layouts.json says which
+    layouts it has had, when and why. run.yaml stays what the user said.
+    """
 
     path: Path
 
-    run_yaml = _Entry("run.yaml")  # the resolved configuration that every rank reads
-    costs_json = _Entry("costs.json")  # of the run's profile, with cost=profile or a search over its stages
-    schedule_json = _Entry("schedule.json")  # lowered and validated: the one list that every rank runs
-    partition_json = _Entry("partition.json")  # where the model is cut, and the predicted peaks of ranks
-    profile_json = _Entry("profile.json")  # from which it was cut, if the cut needed one
-    memory_json = _Entry("memory.json")  # what becomes of activations, unless they are kept
+    run_yaml = _Entry("run.yaml")  # the resolved configuration as its user gave it
+    layouts_json = _Entry("layouts.json")  # the layouts that the run has had after its own, the present one last
+    costs_json = _PlanEntry("costs.json")  # of the run's profile, with cost=profile or a search over its stages
+    schedule_json = _PlanEntry("schedule.json")  # lowered and validated: the one list that every rank runs
+    partition_json = _PlanEntry("partition.json")  # where the model is cut, and the predicted peaks of ranks
+    profile_json = _PlanEntry("profile.json")  # from which it was cut, if the cut needed one
+    memory_json = _PlanEntry("memory.json")  # what becomes of activations, unless they are kept
     status_json = _Entry("status.json")  # the run's state, written by the launcher
     progress_json = _Entry("progress.json")  # the step that the ranks are in
     result_json = _Entry("result.json")  # what rank 0 knew at the end
@@ -89,6 +103,29 @@ class RunFolder:
         step = self._read_optional(self.best_json).get("step")
         return None if step is None else self.best / f"step{step:08d}"
 
+    def layouts(self) -> list[dict[str, Any]]:
+        """Read the layouts that the run has had after its own: number, nodes, ranks, when, from which and why."""
+        rows = self._read_optional(self.layouts_json).get("layouts", [])
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+    def add_layout(self, number: int, spec: RunSpec, why: str, by: str, **more: Any) -> None:
+        """Record a layout as the present one, 1 for the run's own; its files must be there."""
+        rows, before = self.layouts(), self.read_spec()
+        row = {"number": number, "utc": datetime.now(UTC).isoformat(timespec="seconds"), "by": by, "why": why}
+        shapes = {"from": describe_layout(before), "to": describe_layout(spec), "nodes": spec.cluster.nodes}
+        write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
+
+    @property
+    def layout(self) -> RunFolder:
+        """The folder of the present layout's configuration and plan, this one unless the run has gone on by another."""
+        rows = self.layouts()
+        number = rows[-1].get("number", 1) if rows else 1
+        return self if number == 1 else RunFolder(self.path / "layouts" / f"{number:04d}")
+
+    def run_id(self, spec: RunSpec) -> str:
+        """Return the run's ID, that of its own configuration; `spec` is the one that its ranks run."""
+        return run_id(self.read_own_spec() if self.layouts() else spec)
+
     @property
     def attempt(self) -> int:
         """The number of the attempt that runs now, from 1: one more than are archived."""
@@ -107,10 +144,18 @@ class RunFolder:
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
-        """Read run.yaml, and import the plugins of the run.
+        """Read the configuration that ranks run, that of the present layout, and import the plugins of the run.
 
         Raises:
             ConfigError: it is missing or no run's configuration, or a plugin cannot be imported.
+        """
+        return self.layout.read_own_spec()
+
+    def read_own_spec(self) -> RunSpec:
+        """Read run.yaml: the configuration as its user gave it, by which the run is identified.
+
+        Raises:
+            ConfigError: as `read_spec`.
         """
         with self._refusing(self.run_yaml):
             values = yaml.load(self.run_yaml.read_text(), LOADER)
@@ -121,7 +166,7 @@ class RunFolder:
         return spec
 
     def read_run(self) -> RunSpec:
-        """Read run.yaml with the costs of the run's profile in place of its own, for emulation and simulation.
+        """Read the configuration with the costs of the run's profile in place of its own, for emulation and simulation.
 
         Raises:
             ConfigError: as `read_spec`, or a damaged costs.json.
@@ -130,9 +175,9 @@ class RunFolder:
         return RunSpec.from_dict(spec.to_dict() | {"cost": costs}) if costs else spec
 
     def traced_yaml(self) -> str:
-        """Return run.yaml for the trace, with the costs that the run was emulated or simulated with."""
+        """Return the configuration for the trace, with the costs that the run was emulated or simulated with."""
         if not self.costs_json.exists():
-            return self.run_yaml.read_text()
+            return self.layout.run_yaml.read_text()
         return to_yaml(self.read_run())
 
     def read_schedule(self) -> Schedule:
@@ -228,6 +273,20 @@ class RunFolder:
             raise ConfigError("run folder", self.path, f"its {path.name} is damaged ({error})", advice) from error
 
 
+def describe_layout(spec: RunSpec) -> str:
+    """Describe how a resolved run is spread over nodes and ranks."""
+    parallel, nodes = spec.parallel, spec.cluster.nodes or 1
+    ranks = f"{parallel.partitions} x {parallel.replicas} ranks"
+    return f"{ranks} on {nodes} node{'s' if nodes > 1 else ''}"
+
+
+def describe_change(row: Mapping[str, Any]) -> str:
+    """Describe in one line a row of layouts.json: from what to what, from which step, when, by whom and why."""
+    step = "its start" if row.get("step") is None else f"step {row['step']}"
+    shapes = f"{row.get('from')} became {row.get('to')} from {step}"
+    return f"{shapes} ({row.get('utc')}, {row.get('by')}: {row.get('why')})"
+
+
 def to_yaml(spec: RunSpec) -> str:
     """Return the text of a run's run.yaml."""
     return str(yaml.dump(spec.to_dict(), Dumper=DUMPER, sort_keys=False))
@@ -246,4 +305,4 @@ def older_folders(spec: RunSpec) -> list[Path]:
 @functools.cache
 def _id_in(path: Path, mtime_ns: int) -> str:
     """Return the ID of the configuration in a folder, read once: each point of a study looks at all the others."""
-    return run_id(RunFolder(path).read_spec())
+    return run_id(RunFolder(path).read_own_spec())

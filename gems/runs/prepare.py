@@ -56,18 +56,9 @@ def prepare(
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
             folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
-        with atomic_write(folder.run_yaml) as partial:
-            partial.write_text(to_yaml(spec))
-        if made.costs != spec.cost:
-            write_json(folder.costs_json, asdict(made.costs), indent=None)
-        folder.write_schedule(made.schedule)
-        # of layers as they are, and compiled ones keep other tensors
-        peaks = None if spec.train.compile else predict_peaks(made)
-        folder.write_boundaries(made.boundaries, peaks)
-        if made.profile is not None:
-            write_json(folder.profile_json, made.profile.to_json(), indent=None)
-        if made.memory is not None and made.memory_plan is not None:
-            write_json(folder.memory_json, made.memory_plan.to_json() | {"predicted": made.memory.to_json()})
+        if folder.layout != folder:
+            folder.add_layout(1, spec, "prepared again", "prepare")
+        _write_plan(folder, made)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
         summary = write_bundle(folder.provenance, spec) if like is None else share_bundle(folder, like)
@@ -81,8 +72,40 @@ def prepare(
     return folder
 
 
+def change_layout(folder: RunFolder, plan: RunPlan, why: str, by: str, step: int | None) -> None:
+    """Let a prepared run go on by another plan of the same steps: its files are written first, then it is recorded.
+
+    `step` is that of the checkpoint from which it goes on, if there is one.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    taken = [int(path.name) for path in (folder.path / "layouts").glob("[0-9]*")]
+    number = 1 + max(taken, default=1)
+    target = RunFolder(folder.path / "layouts" / f"{number:04d}")
+    target.path.mkdir(parents=True)
+    _write_plan(target, plan)
+    folder.add_layout(number, plan.spec, why, by, step=step, run_yaml_blake2b=hash_of(target.run_yaml))
+
+
+def _write_plan(folder: RunFolder, plan: RunPlan) -> None:
+    """Write the configuration of a plan and what ranks read beside it."""
+    with atomic_write(folder.run_yaml) as partial:
+        partial.write_text(to_yaml(plan.spec))
+    if plan.costs != plan.spec.cost:
+        write_json(folder.costs_json, asdict(plan.costs), indent=None)
+    folder.write_schedule(plan.schedule)
+    # of layers as they are, and compiled ones keep other tensors
+    peaks = None if plan.spec.train.compile else predict_peaks(plan)
+    folder.write_boundaries(plan.boundaries, peaks)
+    if plan.profile is not None:
+        write_json(folder.profile_json, plan.profile.to_json(), indent=None)
+    if plan.memory is not None and plan.memory_plan is not None:
+        write_json(folder.memory_json, plan.memory_plan.to_json() | {"predicted": plan.memory.to_json()})
+
+
 def _check_configuration(folder: RunFolder, spec: RunSpec) -> None:
-    held = run_id(folder.read_spec())
+    held = run_id(folder.read_own_spec())
     if held != run_id(spec):
         raise ConfigError(
             "run folder", folder.path, f"holds another configuration ({held}, not {run_id(spec)})",

@@ -149,7 +149,7 @@ def with_strips_chosen(spec: RunSpec) -> RunSpec:
     """
     if spec.parallel.strips:
         return spec
-    return with_fastest_strips(spec, lambda one: _step_s(plan_run(one)))
+    return with_fastest_strips(spec, lambda one: step_s(plan_run(one)))
 
 
 def with_strips_chosen_on_paper(spec: RunSpec) -> RunSpec:
@@ -160,10 +160,10 @@ def with_strips_chosen_on_paper(spec: RunSpec) -> RunSpec:
     """
     if spec.parallel.strips or spec.memory.name != "keep":
         return with_strips_chosen(spec)
-    return with_fastest_strips(spec, lambda one: _step_s(plan_simulation(one)))
+    return with_fastest_strips(spec, lambda one: step_s(plan_simulation(one)))
 
 
-def _step_s(plan: RunPlan) -> float:
+def step_s(plan: RunPlan) -> float:
     """Return the seconds of a step, of a run with devices by the profile of its layers unless costs are configured."""
     spec, run = plan.spec, plan.run
     if plan.memory is not None:

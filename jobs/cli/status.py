@@ -66,7 +66,7 @@ def _row(run: RunStatus, name: str) -> tuple[str, ...]:
     note = run.note
     if run.state == "pending" and run.start_utc is not None:
         note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
-    note = "; ".join(text for text in (note, run.error) if text)
+    note = "; ".join(text for text in (note, run.error, run.layout_note) if text)
     rate = "" if run.images_per_s is None else f"{run.images_per_s:.4g}"
     loss, age = "" if run.loss is None else f"{run.loss:.4f}", "" if run.age_s is None else f"{run.age_s:.0f} s"
     state, step = f"{run.state}?" if run.is_guess else run.state, f"~{step}" if "step" in run.sources else step

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
-from gems.runs.folder import RunFolder
+from gems.runs.folder import RunFolder, describe_change
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
@@ -39,7 +39,7 @@ class RunStatus:
     not asked for. `source` is where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
     content of status.json, `sign_ns` the last progress, `beats` those of an open run; None for what is not known.
     `sources` names the source of a guessed figure. `error` is what the ranks report as wrong though the run goes on:
-    saves that fail.
+    saves that fail. `layouts` are those that the run has had after its own.
     """
 
     folder: RunFolder
@@ -62,6 +62,7 @@ class RunStatus:
     job_name: str | None = None
     age_s: float | None = None
     error: str = ""
+    layouts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def has_ranks(self) -> bool:
@@ -73,6 +74,12 @@ class RunStatus:
         """How long no rank had begun an action at the last sign of life, by the clock that the ranks share."""
         begun_ns = max((beat.time_ns for beat in self.beats.values()), default=0)
         return max(0.0, (max((beat.alive_ns for beat in self.beats.values()), default=0) - begun_ns) / 1e9)
+
+    @property
+    def layout_note(self) -> str:
+        """The change by which the run has its present layout; empty if it has its own."""
+        last = self.layouts[-1] if self.layouts else {}
+        return describe_change(last) if last.get("number", 1) != 1 else ""
 
     @property
     def recorded_state(self) -> str:
@@ -109,7 +116,8 @@ class RunStatus:
         )  # fmt: skip
         return {
             "name": path.name, "run_folder": str(path), **{name: getattr(self, name) for name in names},
-            "beat_age_s": self.age_s, "start_utc": self.start_utc.isoformat() if self.start_utc else None,
+            "layouts": list(self.layouts), "beat_age_s": self.age_s,
+            "start_utc": self.start_utc.isoformat() if self.start_utc else None,
             "sources": {"state": self.source, **self.sources},
         }  # fmt: skip
 
@@ -187,7 +195,7 @@ def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:
 def read_recorded(folder: RunFolder) -> RunStatus:
     """Read what a run folder alone records; damaged files raise nothing."""
     status = read_status(folder)
-    run = RunStatus(folder, status, str(status.get("state", MISSING)))
+    run = RunStatus(folder, status, str(status.get("state", MISSING)), layouts=_layouts(folder))
     run = replace(run, note=run.cause)
     if run.state == UNREADABLE:
         return run
@@ -218,6 +226,13 @@ def read_recorded(folder: RunFolder) -> RunStatus:
         hang_timeout_s=limit_s if is_slow else min(STALLED_AFTER_S, limit_s),
         error=" ".join(str(progress.get("error") or "").split()) if is_open else "",
     )  # fmt: skip
+
+
+def _layouts(folder: RunFolder) -> list[dict[str, Any]]:
+    """Read the layouts that the run has had after its own; a damaged file counts as empty."""
+    with contextlib.suppress(ConfigError, OSError):
+        return folder.layouts()
+    return []
 
 
 def read_status(folder: RunFolder) -> Mapping[str, Any]:

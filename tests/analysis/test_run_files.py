@@ -11,8 +11,10 @@ import pytest
 from analysis.__main__ import main
 from analysis.io.load import load_trace
 from gems.config.compose import compose
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.prepare import prepare
+from gems.runs.prepare import change_layout, prepare
+from gems.runs.run_plan import plan_run
 from gems.schedule.action import COMPUTE_KINDS
 from gems.trace import KINDS, TracePart, part_path, root_attributes
 from gems.utils.atomic_io import read_json
@@ -78,3 +80,19 @@ def test_a_folder_of_parts_alone_is_read_as_it_is(folder: RunFolder) -> None:
         path.unlink()
     trace = load_trace(folder.path).trace
     assert len(trace.steps) == 2 and trace.schedule_rows == () and trace.layer_times is None
+
+
+def test_changes_of_the_layout_are_in_the_trace_and_the_summary(folder: RunFolder, tmp_path: Path) -> None:
+    spec = compose(["parallel.partitions=1", "schedule=1f1b", "memory=recompute", f"runs_dir={tmp_path}"])
+    change_layout(folder, plan_run(spec), "node n2 is lost", "job 41 on n1", 7)
+    (row,) = folder.layouts()
+    line = (
+        f"2 x 1 ranks on 1 node became 1 x 1 ranks on 1 node from step 7 ({row['utc']}, job 41 on n1: node n2 is lost)"
+    )
+    loaded = load_trace(folder.path)
+    assert loaded.trace.attributes["layouts"] == [line] and line in loaded.notes
+    assert loaded.trace.boundaries == folder.read_boundaries()  # of the present one
+    assert len(loaded.trace.schedule_rows) == 1
+    folder.layouts_json.write_text("{")
+    with pytest.raises(ConfigError, match=r"layouts\.json is damaged"):
+        folder.read_spec()

@@ -42,7 +42,7 @@ def emulate(
         ConfigError: another number of ranks, or ranks that disagree about the schedule.
         StalledError: a message did not come within the hang timeout.
     """
-    attributes = trace_attributes("emulated", spec, comm, "emulated")
+    attributes = trace_attributes("emulated", folder.run_id(spec), comm, "emulated")
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, attributes)
     try:
         schedule = folder.read_schedule()

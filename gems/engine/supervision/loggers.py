@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gems.config.fields import keys
-from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
@@ -148,7 +147,8 @@ class WandbLogger:
         os.environ.setdefault("WANDB_SILENT", "true")  # read when it is imported
         wandb = _package("wandb")
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "gems"), name=folder.path.name, id=run_id(spec), resume="allow",
+            project=os.environ.get("WANDB_PROJECT", "gems"), name=folder.path.name, id=folder.run_id(spec),
+            resume="allow",
             dir=str(folder.path), config=settings(spec), mode=os.environ.get("WANDB_MODE", "offline"),
         )  # fmt: skip
 
