@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 MAX_CHARS = 200  # of a value in an error's line
 SIGNAL_BASE = 128  # a shell's exit code for a signal is this and its number
@@ -84,6 +84,15 @@ class RankFailedError(GemsError):
     """A rank ended before its work was done: names rank, node, step, action and cause."""
 
     exit_code = 4
+
+
+class NodeFailedError(RankFailedError):
+    """A job has too few nodes that can run its ranks; `faults` has the bad ones, `good` the others."""
+
+    def __init__(self, text: str, good: tuple[str, ...] = (), faults: Mapping[str, str] | None = None) -> None:
+        self.good = good
+        self.faults = dict(faults or {})
+        super().__init__(text)
 
 
 class StalledError(GemsError):

@@ -151,6 +151,44 @@ class ClusterConfig:
         in_run_id=False,
     )  # fmt: skip
     max_requeues: int = number(3, "how often a stopped run is requeued by itself", max=MAX_REQUEUES, in_run_id=False)
+    elastic: list[int] = number(
+        [], "smaller numbers of nodes, falling, on which the run goes on by itself if nodes are lost or the queue is "
+        "long; empty: only on its own", min=1, max=MAX_NODES, in_run_id=False,
+    )  # fmt: skip
+    elastic_wait_h: float | None = number(
+        None, "hours until a job's estimated start above which a submission takes fewer nodes of cluster.elastic; "
+        "null: it waits", in_run_id=False,
+    )  # fmt: skip
+    spare_nodes: int = number(
+        0, "nodes that a job has beside those of the ranks, to take the place of bad ones", max=MAX_NODES,
+        in_run_id=False,
+    )  # fmt: skip
+    check_nodes: bool | None = flag(
+        None, "check each node of a job before its ranks start; null: with cluster.elastic or cluster.spare_nodes",
+        in_run_id=False,
+    )  # fmt: skip
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether a job goes on when it loses a node."""
+        return bool(self.elastic or self.spare_nodes)
+
+    @property
+    def checks_nodes(self) -> bool:
+        """Whether nodes are checked before ranks start."""
+        return self.outlives_nodes if self.check_nodes is None else self.check_nodes
+
+    def smaller_nodes(self, nodes: int) -> list[int]:
+        """Return the numbers of nodes that the run may go on with if it has fewer than `nodes`, the largest first."""
+        return [number for number in self.elastic if number < nodes]
+
+    @property
+    def max_ranks_per_node(self) -> int:
+        """How many ranks a node can hold, by its GPUs or else its CPUs; those of the run if neither is known."""
+        own = self.ranks_per_node or 1
+        if self.gpus_per_node:
+            return max(own, self.gpus_per_node)
+        return own if self.usable_cpus_per_node is None else max(own, self.usable_cpus_per_node // self.cpus_per_rank)
 
     @property
     def full_account(self) -> str | None:

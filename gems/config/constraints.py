@@ -132,6 +132,12 @@ def check_cluster(cluster: ClusterConfig) -> None:
          "cluster.container", cluster.container, f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"),
         (rate is not None and cluster.charge_per is None, "cluster.charge_per", "null",
          f"must be given beside cluster.charge_rate={rate or 0:g}", one_of(CHARGED)),
+        (cluster.elastic != sorted({*cluster.elastic}, reverse=True), "cluster.elastic", cluster.elastic,
+         "must be numbers of nodes, each smaller than the one before", "as in [8,6,4]"),
+        *((bool(value) and cluster.launcher != "srun", f"cluster.{name}", value,
+           f"needs cluster.launcher=srun, and it is {cluster.launcher}", "leave it out")
+          for name, value in (("elastic", cluster.elastic), ("spare_nodes", cluster.spare_nodes),
+                              ("check_nodes", cluster.check_nodes))),
     ])  # fmt: skip
     for number, limit in enumerate(cluster.limits):
         if limit.max_nodes is not None and limit.max_nodes < limit.min_nodes:

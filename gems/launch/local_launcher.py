@@ -136,8 +136,11 @@ def run_ranks(
     give_up: Callable[[], bool] | None = None,
     echo: bool = True,
     grace_s: float = GRACE_S,
+    source: int = subprocess.DEVNULL,
 ) -> Ended:
     """Run a launcher to its end; its output goes to our stderr (`echo`), to `log` and to `on_line`.
+
+    Its input is the file descriptor `source`, empty unless it is given.
 
     On time-out, SIGTERM, KeyboardInterrupt or when `give_up` (polled) returns true, the launcher and every process
     under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
@@ -152,7 +155,7 @@ def run_ranks(
         file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
         try:
             process = subprocess.Popen(
-                list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                list(argv), env=dict(environment), stdin=source, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:

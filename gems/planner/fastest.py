@@ -27,10 +27,12 @@ def fastest(
     num_best: int = NUM_BEST,
     budget_s: float = BUDGET_S,
     also: Callable[[Planner, Sequence[Choice], Sequence[Candidate]], list[Choice]] | None = None,
+    accepts: Callable[[Candidate], bool] | None = None,
 ) -> tuple[dict[str, Any], Found[Choice]]:
     """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
 
-    `also` gives other choices that fit, from the best and all candidates.
+    `also` gives other choices that fit, from the best and all candidates; only candidates that `accepts` takes are
+    searched.
 
     Raises:
         ConfigError: a batch that does not divide, or a profile that cannot be had.
@@ -40,6 +42,7 @@ def fastest(
     num_layers = planner.model(planner.sizes[0]).profile.num_layers
     num_gpus = spec.parallel.gpus or spec.world_size
     asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
+    asked = [one for one in asked if accepts is None or accepts(one)]
     for size in planner.sizes[1:]:
         if any(one.micro_batch_size >= size for one in asked):
             planner.model(size)

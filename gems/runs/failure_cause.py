@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, DoesNotFitError, StalledError
+from gems.errors import ConfigError, DoesNotFitError, NodeFailedError, StalledError
 
 FILE_SYSTEM_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENOTCONN, errno.EREMOTEIO,
@@ -71,6 +71,8 @@ def _classify(error: BaseException) -> ErrorClass:
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, StalledError):
         return ErrorClass(FailureCause.STALLED)
+    if isinstance(error, NodeFailedError):
+        return ErrorClass(FailureCause.NODE)
     if isinstance(error, DoesNotFitError):
         return ErrorClass(FailureCause.DOES_NOT_FIT)
     if isinstance(error, ConfigError):

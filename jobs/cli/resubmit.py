@@ -26,7 +26,7 @@ from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES
 from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.resources import job_spec
-from jobs.slurm.site import expand_nodes, node_names
+from jobs.slurm.site import left_nodes
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
 from jobs.status.study_record import StudyRecord
@@ -166,7 +166,7 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
     """Return the run to submit, and notes for the user; raise ConfigError if too few nodes are left for it."""
     notes = []
-    spec = with_strips_chosen(changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides))
+    spec = with_strips_chosen(changed(replace(folder.read_own_spec(), runs_dir=str(folder.path.parent)), overrides))
     if job_spec(spec).is_batch:
         blocked = NodeBlocklist(folder.path.parent).blocked(spec.cluster.name)
         exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])
@@ -187,16 +187,17 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
 
 def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
     """Raise ConfigError if the excluded nodes leave too few; SLURM, if it does not answer now, would refuse the job."""
-    cluster, needed = spec.cluster, job_spec(spec).nodes
+    cluster, job = spec.cluster, job_spec(spec)
+    if not cluster.exclude:
+        return
     try:
-        nodes = node_names(cluster.partition) if cluster.exclude else ()
-        excluded = set(expand_nodes(cluster.exclude)) & set(nodes)
+        left, excluded = left_nodes(cluster.partition, cluster.exclude)
     except SlurmUnavailableError:
         return
-    left = len(nodes) - len(excluded)
-    if excluded and left < needed:
+    needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes
+    if excluded and len(left) < needed:
         where = f"partition {cluster.partition}" if cluster.partition else f"cluster {cluster.name}"
-        text = f"leaves {left} of the {len(nodes)} nodes of {where}, and the run needs {needed}"
+        text = f"leaves {len(left)} of the {len(left | excluded)} nodes of {where}, and the run needs {needed}"
         listed = next((entry.node for entry in blocked if entry.node in excluded), None)
         advice = "exclude fewer nodes" if listed is None else f"a node that is sound: jobs diagnose {UNBLOCK} {listed}"
         raise ConfigError("cluster.exclude", ",".join(cluster.exclude), text, advice)

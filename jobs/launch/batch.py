@@ -16,6 +16,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import Owner, own_job_id, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
+from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.launch.own_job import hand_over, is_over, num_restarts
 from jobs.status.ownership import read_chain
@@ -75,9 +76,15 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
         return 0
     try:
         work = BatchJob((str(folder.path),))
-        code = launch(folder, folder.read_spec(), echo=False, request=request, work=work)
+        recovery, code = Recovery(folder, work), None
+        recovery.return_to_own_layout()
+        while code is None or recovery.again:
+            recovery.again = False
+            code = launch(
+                folder, folder.read_spec(), echo=False, request=request, work=work, recovery=recovery
+            )  # fmt: skip
         hand_over(folder)
-        return code
+        return 0 if recovery.has_moved else code
     except GemsError as error:
         report("jobs", str(error))
         code, cause_class = error.exit_code, str(classify_error(error).cause)

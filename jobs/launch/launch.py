@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 
 from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, RankFailedError
+from gems.errors import ConfigError, NodeFailedError, RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.runs.failure_cause import classify_error
@@ -27,10 +27,12 @@ from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
-from jobs.diagnosis.root_cause import find_failure, read_records
+from jobs.diagnosis.root_cause import Failure, find_failure, read_records
 from jobs.launch import own_job
+from jobs.launch.elastic import Recovery
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
+from jobs.launch.nodes import select_nodes
 from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.launch.staging import staged
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
@@ -86,14 +88,15 @@ def launch(
     is_quiet: bool = False,
     request: StopRequest | None = None,
     work: Work | None = None,
+    recovery: Recovery | None = None,
 ) -> int:
     """Run all ranks of a prepared run and return the run's exit code.
 
     A failed run is reported in one line, recorded in status.json, and its traces are collected as far as they go.
     With `echo` the ranks' output goes to stderr too, beside logs/ranks.log; `is_quiet` writes the closing table to
     logs/, and neither table nor pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and
-    stop; `work` is what a new job calls if SLURM refuses to requeue this one. This process, or its job, owns the folder
-    until the end.
+    stop; `work` is what a new job calls if SLURM refuses to requeue this one; `recovery` lets the run go on if nodes
+    are lost. This process, or its job, owns the folder until the end.
 
     Raises:
         ConfigError: the launcher is missing, or the folder has another owner.
@@ -123,14 +126,21 @@ def launch(
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
             own_job.record_start(folder, job.snapshot)
             remove_stale_shared_memory()
+            left_out = recovery.left_out if recovery is not None else {}
+            job, nodes, stopped_early = select_nodes(job, folder, environment, left_out)
+            facts |= {"nodes": nodes} if nodes else {}
             job = stack.enter_context(staged(job, folder))
             facts["command"] = argv = command(job, folder)
-            stopped_early = _sweep(job, folder, environment) or probe_in_job(spec, job, folder, environment)
-            ended = stopped_early or run_ranks(
-                argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
-                give_up=watch.is_over, echo=echo,
-                grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
-            )  # fmt: skip
+            if nodes:
+                folder.write_status("running", **facts)
+            stopped_early = stopped_early or _sweep(job, folder, environment)
+            stopped_early = stopped_early or probe_in_job(spec, job, folder, environment)
+            with contextlib.nullcontext() if recovery is None else recovery.deputy(job, nodes):
+                ended = stopped_early or run_ranks(
+                    argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
+                    give_up=watch.is_over, echo=echo,
+                    grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
+                )  # fmt: skip
             if is_gone(folder):
                 report("jobs", f"the run folder {folder.path} is gone: the run has been ended")
                 return RankFailedError.exit_code
@@ -142,6 +152,10 @@ def launch(
             cause = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
             cause_class = str(classify_error(error).cause)
             state = "cancelled" if folder.cancelled_json.exists() else "failed"
+            if recovery is not None and isinstance(error, NodeFailedError) and state == "failed":
+                report("jobs", str(error))
+                if recovery.goes_on(job, facts, error.good, error.faults):
+                    return code
             folder.write_status(state, **facts, exit_code=code, cause=cause, cause_class=cause_class)
             raise
 
@@ -160,7 +174,13 @@ def launch(
             code = 0 if is_complete else collect_traces()
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
-        return _record_failure(folder, job, facts, output, ended, collect_traces)
+        state, failure = _find_failure(folder, job, output, ended)
+        if recovery is not None and state == "failed" and recovery.is_concerned(job, nodes, failure):
+            report("jobs", failure.describe())
+            faults = recovery.find_faults(job, environment, nodes, failure)
+            if faults and recovery.goes_on(job, facts, [node for node in nodes if node not in faults], faults):
+                return failure.exit_code
+        return _record_failure(folder, state, failure, facts, ended, collect_traces)
 
 
 def _give_back(folder: RunFolder) -> None:
@@ -174,13 +194,19 @@ def _give_back(folder: RunFolder) -> None:
 
 def _check_run_yaml(folder: RunFolder) -> None:
     wrong = check_run_yaml(folder.run_yaml, read_or_empty(folder.provenance_json))
+    if wrong is None and (layouts := folder.layouts()):
+        wrong = check_run_yaml(folder.layout.run_yaml, layouts[-1])
     if wrong is not None:
         raise ConfigError("run folder", folder.path, wrong, "submit the run again, with the change as key=value")
 
 
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
-    """Remove what an earlier start left on a job's nodes; return how that ended if the job was stopped meanwhile."""
-    if job.launcher != "srun" or "SLURM_RESTART_COUNT" not in os.environ:  # a job that starts again has its old number
+    """Remove what an earlier start left on a job's nodes; return how that ended if the job was stopped meanwhile.
+
+    A check of the nodes has done so.
+    """
+    is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
+    if job.launcher != "srun" or is_first or job.cluster.checks_nodes:
         return None
     ended = run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
     return ended if ended.stopped_by is not None else None
@@ -218,16 +244,21 @@ def _show_probe(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
     return 0
 
 
-def _record_failure(
-    folder: RunFolder, job: JobSpec, facts: dict[str, Any], output: LauncherOutput, ended: Ended,
-    collect_traces: Callable[[], int],
-) -> int:  # fmt: skip
-    """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
+def _find_failure(folder: RunFolder, job: JobSpec, output: LauncherOutput, ended: Ended) -> tuple[str, Failure]:
+    """Return the state of a run whose ranks have failed, and how."""
     state, failure = "failed", find_failure(folder, output, ended)
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
         failure = replace(failure, exit_code=ended.returncode)  # there is no rank; the code is the process's own
     if ended.stopped_by is not None or folder.cancelled_json.exists():  # SLURM may end the ranks first
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
+    return state, failure
+
+
+def _record_failure(
+    folder: RunFolder, state: str, failure: Failure, facts: dict[str, Any], ended: Ended,
+    collect_traces: Callable[[], int],
+) -> int:  # fmt: skip
+    """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
     if state == "requeued":
         facts = facts | {"requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)}
     folder.write_status(state, **facts, **failure.to_dict())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gems.config import registries
@@ -20,6 +21,7 @@ from jobs.slurm.resources import CODE as STAGED_CODE
 from jobs.slurm.resources import IMAGE, SIMULATED, JobSpec
 
 RANK = "gems.engine.run"
+DEPUTY = "jobs.launch.deputy"
 CODE = code_root()
 CHECKOUT = CODE / "setup.cfg"  # without it the code is installed, and the image must have its own
 PYXIS, UENV = "pyxis", "uenv"
@@ -81,10 +83,28 @@ def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line that removes stale shared-memory files on every node of an allocation."""
+    """Return the command line that removes stale shared-memory files on every node of the ranks."""
     inside = folder.path if job.snapshot else None
     program = _in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside)
     return [*on_each_node(job), *_container_options(job, inside), *program]
+
+
+def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list[str]:
+    """Return the command line that checks some nodes of an allocation, with the GPUs that ranks have there."""
+    name, gpus = job.gpu_option or ("", "")
+    option = (f"--gpus-per-node={job.gpus_per_node}" if name == "gpus-per-task" else f"--{name}={gpus}") if name else ""
+    words = [*_module(job, folder, "gems.launch.node_check"), str(folder.path), str(job.gpus_per_node)]
+    every = replace(job, nodes=len(nodes), nodelist=tuple(nodes))
+    program = _in_container(job, words, folder.path)
+    return [*on_each_node(every), *([option] if option else []), *_container_options(job, folder.path), *program]
+
+
+def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) -> list[str]:
+    """Return the command line that runs the batch script's deputy on another node, beside the ranks."""
+    program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else ["-m", DEPUTY]
+    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpus-per-task=1", "--mpi=none"]
+    words += ["--mem=0"] if job.cluster.supports_mem_option else []  # shared, where a step has all memory by default
+    return [*words, sys.executable, *program, str(folder.path), batch_node]
 
 
 def on_each_node(job: JobSpec) -> list[str]:
@@ -107,7 +127,8 @@ def _image(job: JobSpec) -> str | None:
 
 def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     tasks = job.nodes * tasks_per_node
-    return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
+    nodelist = [f"--nodelist={','.join(job.nodelist)}"] if job.nodelist else []
+    return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}", *nodelist]
 
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:

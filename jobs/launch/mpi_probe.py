@@ -49,7 +49,7 @@ def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mappi
 def _pair(job: JobSpec) -> JobSpec:
     """Return the resources of two ranks of a job, on two nodes if it has them."""
     nodes = min(job.nodes, RANKS)
-    return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes)
+    return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes, nodelist=job.nodelist[:nodes])
 
 
 def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:

@@ -179,7 +179,8 @@ def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
     """Return why a saved run is not to start again by itself, or None.
 
-    The bound is on attempts that used up their time. A preemption is SLURM's own, and costs the run no attempt.
+    The bound is on attempts that used up their time, or that lost nodes. A preemption is SLURM's own, and costs the run
+    no attempt.
     """
     options = {str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()}
     if options.get("no-requeue"):
@@ -189,8 +190,8 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
     if cluster.max_requeues == 0:
         return "cluster.max_requeues=0"
     rows = read_requeues(folder)
-    used = sum(row.get("why") == FailureCause.TIME_LIMIT and row.get("by") == LAUNCHER for row in rows)
-    if why == FailureCause.TIME_LIMIT and used >= cluster.max_requeues:
+    used = sum(row.get("why") == why and row.get("by") == LAUNCHER for row in rows)
+    if why in (FailureCause.TIME_LIMIT, FailureCause.NODE) and used >= cluster.max_requeues:
         return f"it has started again {used} times, which is cluster.max_requeues"
     return None
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.runs.folder import RunFolder
+from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import check_free, new_token
-from gems.runs.prepare import prepare
+from gems.runs.prepare import change_layout, prepare
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
+from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
 from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
+from jobs.preflight.layouts import plan_of_start
 from jobs.slurm.jobs import name_submission
 from jobs.slurm.limits import check_limits, check_submission
 from jobs.slurm.resources import JobSpec, job_spec
@@ -51,30 +54,41 @@ def submit_run(
     from jobs.slurm.executor import executor, need_sbatch
 
     folder = RunFolder.of(spec)
-    script = executor(spec, job, folder).script()
     need_sbatch(job)
     check_submission(spec.cluster)
     check_free(folder, is_gone(force=force))
-    plan = cache(partial(plan_run, spec))
-    checks = passed(preflight(spec, job, script, plan))
+    plan, layout, run = cache(partial(plan_run, spec)), plan_of_start(spec, folder), spec
+    if layout is not None:
+        run = layout[0].spec
+        job = replace(job_spec(run), after=job.after)
+        report("jobs", f"{layout[1]}: the run starts by {describe_layout(run)}")
+    make_plan = plan if layout is None else lambda: layout[0]
+    checks = passed(preflight(run, job, executor(run, job, folder).script(), make_plan))
     if not is_confirmed([job] * num_jobs, spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
         report("jobs", "nothing is submitted")
         return None
-    return submit_together([spec], job, [plan()], force=force), checks
+    return submit_together([spec], job, [plan()], force=force, layout=layout), checks
 
 
 def submit_together(
-    specs: Sequence[RunSpec], job: JobSpec, plans: Sequence[RunPlan | None], *, force: bool = False
+    specs: Sequence[RunSpec], job: JobSpec, plans: Sequence[RunPlan | None], *, force: bool = False,
+    layout: tuple[RunPlan, str] | None = None,
 ) -> str:  # fmt: skip
     """Prepare the runs of one job, submit it, and return its number; this process owns their folders until then.
+
+    `layout` is the plan by which the first run starts in place of its own, and why.
 
     Raises:
         ConfigError: as `prepare` and `submit_job`, or a folder in use.
     """
     with Ownership(is_gone(force=force)) as ownership:
         folders = [prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)]
+        if layout is not None:
+            change_layout(
+                folders[0], *layout, by=f"submission on {os.uname().nodename}", step=newest_checkpoint(folders[0])
+            )
         work = BatchJob(tuple(str(folder.path) for folder in folders))
-        (job_id,) = submit_owned(specs[0], job, ownership, [work])
+        (job_id,) = submit_owned(specs[0] if layout is None else layout[0].spec, job, ownership, [work])
         return job_id
 
 

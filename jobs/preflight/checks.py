@@ -23,6 +23,7 @@ from gems.utils.stdio import report
 from gems.utils.units import GIB
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
+from jobs.preflight.layouts import check_layouts
 from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
 from jobs.slurm.resources import JobSpec
@@ -86,6 +87,8 @@ def preflight(
         yield Check("memory", False, str(error), error)
         return
     yield _check("memory", lambda: _check_memory(spec, plan))
+    if job.is_batch and spec.cluster.elastic:
+        yield _check("elastic", lambda: check_layouts(spec))
     yield _check("room", lambda: _check_checkpoints(spec, plan))
     yield _check("time", lambda: _check_time(spec, job, plan))
 

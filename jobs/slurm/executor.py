@@ -102,7 +102,8 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[Run
     modules = [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"] if cluster.modules else []
     made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
     made.update_parameters(
-        job_name=spec.name, nodes=job.nodes, ntasks_per_node=job.tasks_per_node, cpus_per_task=job.cpus_per_task,
+        job_name=spec.name, nodes=job.allocated_nodes, ntasks_per_node=job.allocated_tasks_per_node,
+        cpus_per_task=job.cpus_per_task,
         time=job.minutes, partition=cluster.partition, wckey=None, stderr_to_stdout=True, use_srun=False,
         account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
         setup=[*_task_lines(folder, array), *modules, *cluster.setup, *_exports(spec, job)],
@@ -241,6 +242,8 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
         own["requeue"] = True
+    if cluster.outlives_nodes:
+        own["no-kill"] = True
     if job.after is not None:
         own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), f"afterany:{job.after}")))
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -53,13 +54,14 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
     if places is not None and places < job.tasks_per_node:
         text = f"names {places} places for {job.tasks_per_node} ranks of a node"
         raise ConfigError("cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs")
-    limit = queue_limit(cluster, job.nodes)
+    limit = queue_limit(cluster, job.allocated_nodes)
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
         text = f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}"
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
-    hours = job.nodes * job.minutes / 60
+    nodes = job.allocated_nodes
+    hours = nodes * job.minutes / 60
     if limit is not None and limit.node_hours is not None and hours > limit.node_hours:
-        text = f"times {job.nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most {limit.node_hours:g}"
+        text = f"times {nodes} nodes is {hours:g} node-hours, and {_scope(limit)} take at most {limit.node_hours:g}"
         raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
 
 
@@ -87,7 +89,10 @@ def check_submission(cluster: ClusterConfig) -> None:
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
     """Raise TryLaterError if as many jobs of this user are queued as the preset allows, by squeue if it answers."""
-    limits = [queue_limit(spec.cluster, job.nodes), *(row for row in _rows(spec.cluster) if not row.is_of_size)]
+    limits = [
+        queue_limit(spec.cluster, job.allocated_nodes),
+        *(row for row in _rows(spec.cluster) if not row.is_of_size),
+    ]
     for limit in limits:
         if limit is None or limit.queued_jobs is None:
             continue
@@ -147,9 +152,9 @@ def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
         num_up = found.count(cpus, gpus, (*UP, ""))
         if found.state == "DOWN":
             reasons.append(f"partition {found.name} is down")
-        elif found.kinds and num_up < job.nodes:
+        elif found.kinds and num_up < job.allocated_nodes:
             others = f" (others: {', '.join(states)})" if states else ""
-            reasons.append(f"{num_up} of {job.nodes} nodes of partition {found.name} are up{others}")
+            reasons.append(f"{num_up} of {job.allocated_nodes} nodes of partition {found.name} are up{others}")
         else:
             return None
     return "; ".join(reasons) or None
@@ -185,7 +190,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
             yield ConfigError("cluster.account", account, f"{where} {text}", OTHER)
     if qos is not None and found.qos and str(qos) not in found.qos:
         yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
-    asks_gpus = job.gpu_option is not None
+    asks_gpus, nodes = job.gpu_option is not None, job.allocated_nodes
     cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if asks_gpus else 0
     max_gpus, max_cpus = (max((getattr(kind, name) for kind in found.kinds), default=None) for name in ("gpus", "cpus"))
     fitting = found.count(cpus, gpus) if found.kinds else None
@@ -195,10 +200,10 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     limits = (  # what is asked for and allowed; the key and its value, the reason and the advice
         (gpus, max_gpus, "gpus_per_node", gpus, f"a node of {where} has at most {max_gpus} GPUs", "ask for fewer"),
         (cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, rank_cpus, "use fewer of either"),
-        (job.nodes, found.num_nodes, "nodes", job.nodes, f"{where} has {found.num_nodes} nodes", "use fewer ranks"),
-        (job.nodes, fitting, "nodes", job.nodes, f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
+        (nodes, found.num_nodes, "nodes", nodes, f"{where} has {found.num_nodes} nodes", "use fewer ranks"),
+        (nodes, fitting, "nodes", nodes, f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
          "use fewer ranks"),
-        (job.nodes, max_nodes, "nodes", job.nodes, f"{where} allows a job at most {max_nodes} nodes",
+        (nodes, max_nodes, "nodes", nodes, f"{where} allows a job at most {max_nodes} nodes",
          "use fewer ranks"),
         (job.minutes, minutes, "minutes", job.minutes, f"{where} allows at most {minutes} minutes", "ask for less"),
     )  # fmt: skip
@@ -231,6 +236,15 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
             return False, f"it would wait in the queue: {short_of}"
         raise refusal(cluster, error.reason) from error
     return True, describe_start(*parse_estimate(answer), datetime.now())
+
+
+def estimate_wait_h(script: str) -> float | None:
+    """Return the hours after which SLURM would start a script; infinite if too few nodes are up, None if unknown."""
+    result = run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S)
+    if result.error is not None:
+        return math.inf if NOT_NOW.search(result.error.reason) else None
+    start, _ = parse_estimate(result.stdout + result.stderr)
+    return None if start is None else max(0.0, (start - datetime.now()).total_seconds() / 3600)
 
 
 def parse_estimate(text: str) -> tuple[datetime | None, str]:

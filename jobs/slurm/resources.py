@@ -39,7 +39,8 @@ class JobSpec:
 
     A simulated run has no ranks: it is one process here, whatever the cluster. With `is_probe` ranks only report their
     placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is the number
-    of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of.
+    of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of. `nodelist`
+    are the nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
     """
 
     name: str
@@ -56,6 +57,7 @@ class JobSpec:
     is_probe: bool = False
     after: str | None = None
     staged: tuple[str, ...] = ()
+    nodelist: tuple[str, ...] = ()
 
     def stage_path(self, what: str) -> str:
         """Return the path of a copy on each node; the number of this process's job keeps jobs apart."""
@@ -77,9 +79,20 @@ class JobSpec:
         return request, values.get(request, str(self.gpus_per_node))
 
     @property
+    def allocated_nodes(self) -> int:
+        """Number of nodes of the allocation: those of the ranks and the spare ones."""
+        return self.nodes + self.cluster.spare_nodes
+
+    @property
+    def allocated_tasks_per_node(self) -> int:
+        """Tasks of a node that the allocation has CPUs for: as many as the ranks on the fewest nodes may need."""
+        fewest = min([self.nodes, *self.cluster.smaller_nodes(self.nodes)])
+        return max(self.tasks_per_node, min(-(-self.tasks // fewest), self.cluster.max_ranks_per_node))
+
+    @property
     def gpus(self) -> int:
         """Number of GPUs of the whole allocation, idle ones too: that is what a site charges."""
-        return self.nodes * self.gpus_per_node
+        return self.allocated_nodes * self.gpus_per_node
 
     @property
     def gpu_hours(self) -> float:
@@ -91,7 +104,7 @@ class JobSpec:
         """The site's charge if the job takes all its minutes, in its own unit; None if the rate is not known."""
         if self.cluster.charge_rate is None or self.launcher == SIMULATED:
             return None
-        hours = self.gpu_hours if self.cluster.charge_per == "gpu-hour" else self.nodes * self.minutes / 60
+        hours = self.gpu_hours if self.cluster.charge_per == "gpu-hour" else self.allocated_nodes * self.minutes / 60
         return hours * self.cluster.charge_rate
 
     @property
@@ -102,8 +115,9 @@ class JobSpec:
     def summary(self) -> str:
         """Return the resources in one line."""
         charge = "" if self.charge is None else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()
+        spare = f" and {self.cluster.spare_nodes} spare" if self.cluster.spare_nodes else ""
         return (
-            f"nodes {self.nodes}, tasks {self.tasks}, tasks per node {self.tasks_per_node}, "
+            f"nodes {self.nodes}{spare}, tasks {self.tasks}, tasks per node {self.tasks_per_node}, "
             f"CPUs per task {self.cpus_per_task}, GPUs {self.gpus}, minutes {self.minutes}, "
             f"GPU-hours {self.gpu_hours:g}{charge}"
         )

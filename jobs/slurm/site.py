@@ -118,6 +118,15 @@ def node_names(partition: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()))
 
 
+def left_nodes(partition: str | None, exclude: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the nodes of a partition, or of all, that are not excluded, and those that are.
+
+    Raises SlurmUnavailableError if SLURM does not answer.
+    """
+    nodes, excluded = {*node_names(partition)}, {*expand_nodes(exclude)}
+    return nodes - excluded, nodes & excluded
+
+
 def expand_nodes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names in a list that may hold SLURM's short forms, as in n[1-3]."""
     return tuple(query_site("scontrol", "show", "hostnames", ",".join(names)).split()) if names else ()

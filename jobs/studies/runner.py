@@ -343,7 +343,7 @@ def _fits(pack: Sequence[Point], point: Point) -> bool:
 
 def _limit(spec: RunSpec, job: JobSpec) -> tuple[Scope, int | None]:
     """Return the cluster, partition and qos of the preset's limit for a job, and how many jobs it allows."""
-    limit = queue_limit(spec.cluster, job.nodes)
+    limit = queue_limit(spec.cluster, job.allocated_nodes)
     if limit is None:
         return (spec.cluster.name, None, None), None
     return (spec.cluster.name, limit.partition, limit.qos), limit.queued_jobs

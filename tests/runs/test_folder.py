@@ -33,6 +33,7 @@ ASIDE = (
     "cluster.exclude", "cluster.archive_code", "cluster.array", "cluster.runs_per_job",
     "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
     "cluster.stage", "cluster.stage_dir", "cluster.stage_above_nodes",
+    "cluster.elastic", "cluster.elastic_wait_h", "cluster.spare_nodes", "cluster.check_nodes",
 )  # fmt: skip
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(

@@ -135,6 +135,19 @@ def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]
     assert down.returncode == 0, down.stderr
 
 
+@pytest.fixture(scope="session")
+def five_nodes(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
+    """Yield a cluster of 5 nodes x 2 CPUs, of which jobs may lose some."""
+    cluster = MiniSlurm(short_tmp / "five")
+    try:
+        up = cluster.script("up", "--nodes", "5", "--cpus", "2")
+        assert up.returncode == 0, up.stderr
+        yield cluster
+    finally:
+        down = cluster.script("down")
+    assert down.returncode == 0, down.stderr
+
+
 @pytest.fixture
 def cluster_in() -> Callable[[Path], MiniSlurm]:
     """Return the class, for a test that wants a cluster in a folder of its own choice and cleans up itself."""
@@ -156,6 +169,6 @@ def other_cluster(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]
 def _slurm_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in os.environ.keys() - clean_environment().keys():
         monkeypatch.delenv(key)
-    for name in ("mini_slurm", "preempt_slurm"):
+    for name in ("mini_slurm", "preempt_slurm", "five_nodes"):
         if name in request.fixturenames:
             monkeypatch.setenv("SLURM_CONF", str(request.getfixturevalue(name).conf))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,3 +103,50 @@ def check_trace(folder: RunFolder, least: int) -> None:
 
 def last_steps(folder: RunFolder) -> int:
     return min(beat.step for beat in beats(folder))
+
+
+def daemon_of(cluster: MiniSlurm, node: str) -> int:
+    """Return the process of a node's slurmd."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if Path(words[0]).name == "slurmd" and str(cluster.conf) in words and node in words:
+            return int(path.parent.name)
+    raise AssertionError(f"no slurmd of {node}")
+
+
+def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
+    """Return the processes of jobs on a node, and the step daemons that started them."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            if f"SLURMD_NODENAME={node}".encode() in words and f"SLURM_CONF={cluster.conf}".encode() in words:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if Path(os.readlink(f"/proc/{parent}/exe")).name.startswith("slurmstepd"):  # Debian: slurmstepd-wlm
+                    found.add(parent)
+                found.add(int(path.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def start(cluster: MiniSlurm, words: list[str]) -> None:
+    """Start a daemon, which takes no pipe of ours with it."""
+    with (cluster.folder / "log" / "again.log").open("a") as log:
+        subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=30)
+
+
+def start_daemon(cluster: MiniSlurm, node: str) -> None:
+    """Start a node's slurmd again, and waits until the node takes jobs."""
+    words = ["slurmd", "-f", str(cluster.conf), "-N", node]
+    if cluster.has_own_host_names():
+        words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]
+    start(cluster, words)
+    wait_until(
+        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug",
+        "--format=%T").stdout.strip() == "idle",
+        60, f"{node} does not come back", lambda: cluster.run("sinfo").stdout,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -21,7 +20,19 @@ import pytest
 from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
-from tests.slurm.fault_runs import EMULATED, ENDLESS, RUN, check_trace, ended, job_fields, last_steps
+from tests.slurm.fault_runs import (
+    EMULATED,
+    ENDLESS,
+    RUN,
+    check_trace,
+    daemon_of,
+    ended,
+    job_fields,
+    last_steps,
+    processes_on,
+    start,
+    start_daemon,
+)
 from tests.slurm.fault_table import ROWS, Fault
 from tests.slurm.mini_runs import beats, jobs, lines_of_jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
@@ -320,50 +331,3 @@ def test_without_sacct(
     assert (found["status"]["exit_code"], found["told"]["cause"], found["told"]["rank"]) == (4, "killed", 0)
     shown = json.loads(jobs("status", str(folder.path), "--json").stdout)["runs"][0]
     assert shown["state"] == "failed"
-
-
-def daemon_of(cluster: MiniSlurm, node: str) -> int:
-    """Return the process of a node's slurmd."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if Path(words[0]).name == "slurmd" and str(cluster.conf) in words and node in words:
-            return int(path.parent.name)
-    raise AssertionError(f"no slurmd of {node}")
-
-
-def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
-    """Return the processes of jobs on a node, and the step daemons that started them."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "environ").read_bytes().split(b"\0")
-            if f"SLURMD_NODENAME={node}".encode() in words and f"SLURM_CONF={cluster.conf}".encode() in words:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if Path(os.readlink(f"/proc/{parent}/exe")).name == "slurmstepd":
-                    found.add(parent)
-                found.add(int(path.name))
-        except OSError:
-            continue
-    return sorted(found)
-
-
-def start(cluster: MiniSlurm, words: list[str]) -> None:
-    """Start a daemon, which takes no pipe of ours with it."""
-    with (cluster.folder / "log" / "again.log").open("a") as log:
-        subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=30)
-
-
-def start_daemon(cluster: MiniSlurm, node: str) -> None:
-    """Start a node's slurmd again, and waits until the node takes jobs."""
-    words = ["slurmd", "-f", str(cluster.conf), "-N", node]
-    if cluster.has_own_host_names():
-        words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]
-    start(cluster, words)
-    wait_until(
-        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug",
-        "--format=%T").stdout.strip() == "idle",
-        60, f"{node} does not come back", lambda: cluster.run("sinfo").stdout,
-    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""The deputy of a batch script: `python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE`, on another node of its job.
+
+SLURM lets a job that outlives its nodes run on without its batch script if that one's node fails, until its time is
+over. The deputy asks for the job's nodes now and then, and before SLURM ends it. Once the batch script's is not among
+them any more, it submits the run as a new job, which starts after this one, and cancels this one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from gems.errors import GemsError
+from gems.runs.folder import RunFolder
+from gems.runs.owner import own_job_id
+from gems.utils.stdio import report
+from jobs.launch.batch import BatchJob
+from jobs.launch.elastic import DEPUTY_LOG as LOG
+from jobs.launch.elastic import Recovery
+from jobs.launch.nodes import own_nodes
+from jobs.slurm.jobs import cancel_jobs
+
+LOOK_EVERY_S = 20.0
+
+
+def main(argv: list[str]) -> int:
+    """Watch until the batch script's node is lost, or SLURM ends this step; return the exit code."""
+    if len(argv) != 2:
+        print("usage: python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE", file=sys.stderr)
+        return 2
+    folder, batch_node, is_ending = RunFolder(Path(argv[0])), argv[1], threading.Event()
+    with (folder.logs / LOG).open("ab") as log:  # what srun forwards is lost with the batch script's node
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    signal.signal(signal.SIGTERM, lambda number, frame: is_ending.set())
+    nodes: tuple[str, ...] = ()
+    while not nodes or batch_node in nodes:
+        was_ending = is_ending.wait(LOOK_EVERY_S)
+        nodes = own_nodes()
+        if was_ending and (not nodes or batch_node in nodes):
+            return 0
+    try:
+        Recovery(folder, BatchJob((str(folder.path),))).replace_job(batch_node)
+    except (GemsError, OSError) as error:
+        report("jobs", f"the batch script's node {batch_node} is lost; the run does not go on: {error}")
+        return 1
+    finally:
+        cancel_jobs([own_job_id() or ""])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Going on after a job has lost nodes: by its spare nodes or on fewer in the same allocation, else by a new job.
+
+A job that outlives its nodes is submitted with --no-kill: SLURM takes a node that fails from it, and ends the step that
+ran there. The run then resumes its newest checkpoint on nodes that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError, RankFailedError, StalledError
+from gems.runs.failure_cause import FailureCause
+from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.owner import own_job_id, verify_gone
+from gems.runs.prepare import change_layout
+from gems.utils.process_tree import end_family
+from gems.utils.stdio import report
+from jobs.diagnosis.evidence import newest_checkpoint
+from jobs.diagnosis.root_cause import Failure
+from jobs.launch.launchers import deputy_by_srun
+from jobs.launch.nodes import END_LIMIT_S, NodeCheck, note_bad_node, own_nodes
+from jobs.launch.own_job import next_in_chain, requeue_refusal, requeue_run
+from jobs.launch.transaction import Ownership, submit_owned
+from jobs.preflight.layouts import smaller_plan
+from jobs.slurm.resources import JobSpec, Work, job_spec
+
+CODES = (RankFailedError.exit_code, StalledError.exit_code)
+# Failures that are settled by what the run is, whatever became of a node.
+OF_THE_RUN = (
+    FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.HOST_MEMORY,
+    FailureCause.WRONG_MPI, FailureCause.CANCELLED,
+)  # fmt: skip
+OF_A_NODE = (FailureCause.NODE, FailureCause.DEVICE)
+DEPUTY_LOG = "deputy.log"
+GONE = "SLURM has taken it from the job"
+
+
+class Recovery:
+    """Lets a run whose job has lost nodes go on, if its cluster.elastic or cluster.spare_nodes allows that.
+
+    After a failure `again` says whether the run is to be launched once more in this job, `has_moved` whether another
+    start of a job continues it. `left_out` are the nodes that it may not use any more, each with its fault.
+    """
+
+    def __init__(self, folder: RunFolder, work: Work) -> None:
+        self._folder, self._work = folder, work
+        self.left_out: dict[str, str] = {}
+        self.again = self.has_moved = False
+
+    def return_to_own_layout(self) -> None:
+        """Let a run whose job starts with all its own nodes go on by its own layout."""
+        folder = self._folder
+        if not folder.layouts():
+            return
+        own, now = folder.read_own_spec(), folder.read_spec()
+        if own.cluster.nodes != now.cluster.nodes and len(own_nodes()) >= (own.cluster.nodes or 1):
+            folder.add_layout(1, own, "the job has as many nodes again", _who())
+
+    @contextlib.contextmanager
+    def deputy(self, job: JobSpec, nodes: Sequence[str]) -> Iterator[None]:
+        """Keep a deputy of this batch script on another node of a job that outlives its nodes."""
+        own = os.environ.get("SLURMD_NODENAME")
+        others = [node for node in reversed(nodes) if node != own]
+        if not job.cluster.outlives_nodes or own is None or not others:
+            yield
+            return
+        argv = deputy_by_srun(job, self._folder, others[0], own)
+        with (self._folder.logs / DEPUTY_LOG).open("ab") as log, contextlib.ExitStack() as stack:
+            try:
+                process = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )  # fmt: skip
+            except OSError as error:
+                report("jobs", f"the batch script has no deputy ({error.strerror})")
+            else:
+                stack.callback(end_family, process, END_LIMIT_S)
+            yield
+
+    def is_concerned(self, job: JobSpec, nodes: Sequence[str], failure: Failure) -> bool:
+        """Return whether a failure of ranks on some nodes may be the loss of one, from which the run could go on."""
+        is_settled = failure.exit_code not in CODES or failure.cause_class in OF_THE_RUN
+        return job.cluster.outlives_nodes and bool(nodes) and not is_settled
+
+    def find_faults(
+        self, job: JobSpec, environment: Mapping[str, str], nodes: Sequence[str], failure: Failure
+    ) -> dict[str, str]:  # fmt: skip
+        """Return the nodes of a failed launch that are gone or bad, each with its fault; no rank is left there."""
+        left, blamed = own_nodes(), failure.node if failure.cause_class in OF_A_NODE else None
+        faults = {name: GONE for name in nodes if name not in left} if left else {}
+        if blamed in left and blamed in nodes:
+            faults[str(blamed)] = "the failure is its own"
+        rest = tuple(name for name in left if name not in faults)
+        if not faults and rest:
+            check = NodeCheck(rest)
+            check.run(job, self._folder, environment)
+            faults = check.faults()
+        return {name: fault for name, fault in faults.items() if name not in self.left_out}
+
+    def goes_on(
+        self, job: JobSpec, facts: Mapping[str, Any], good: Sequence[str], faults: Mapping[str, str]
+    ) -> bool:  # fmt: skip
+        """Return whether the run goes on without some nodes, and choose and record by which layout and job."""
+        if not job.cluster.outlives_nodes:
+            return False
+        self.left_out |= faults
+        for name, fault in faults.items():
+            note_bad_node(self._folder, job, name, fault)
+        lost = "; ".join(f"node {name} is lost: {fault}" for name, fault in faults.items()) or "nodes are lost"
+        return self._choose(job, dict(facts), len(good), lost)
+
+    def _choose(self, job: JobSpec, facts: dict[str, Any], num_good: int, lost: str) -> bool:
+        folder, now = self._folder, self._folder.read_spec()
+        own = folder.read_own_spec()
+        sizes = own.cluster.smaller_nodes(job.nodes)
+        within = [size for size in sizes if size <= num_good]
+        if num_good >= job.nodes:
+            return self._launch_again(facts, lost, now)
+        try:
+            if within:
+                plan = smaller_plan(own, within[0])
+                change_layout(folder, plan, lost, _who(), newest_checkpoint(folder))
+                return self._launch_again(facts, lost, plan.spec)
+            if sizes and next_in_chain(folder) is None:
+                self._submit(own, sizes[0], facts, lost)
+                return True
+        except (ConfigError, OSError) as error:
+            report("jobs", f"{lost}; the run does not go on: {error}")
+            return False
+        refusal = requeue_refusal(folder, own.cluster, FailureCause.NODE)
+        if refusal is None:
+            refusal = requeue_run(folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self._work)
+        goes_on = "the run starts again by itself" if refusal is None else f"the run does not go on: {refusal}"
+        report("jobs", f"{lost}; {goes_on}")
+        self.has_moved = refusal is None
+        return self.has_moved
+
+    def _launch_again(self, facts: dict[str, Any], lost: str, spec: RunSpec) -> bool:
+        cause = f"{lost}; the run goes on by {describe_layout(spec)}"
+        self._folder.write_status("requeued", **facts | {"job_id": own_job_id(), "cause": cause})
+        report("jobs", cause)
+        self.again = True
+        return True
+
+    def replace_job(self, batch_node: str) -> None:
+        """Submit the run as a new job that starts after this one, whose batch script is lost with its node.
+
+        Raises:
+            ConfigError: sbatch refuses it, or the folder has another owner.
+        """
+        own, now = self._folder.read_own_spec(), self._folder.read_spec()
+        self.left_out[batch_node] = GONE
+        lost = f"node {batch_node} is lost, and the batch script with it"
+        note_bad_node(self._folder, job_spec(now), batch_node, GONE)
+        sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
+        self._submit(own, sizes[0] if sizes else None, {}, lost, after=own_job_id())
+
+    def _submit(
+        self, own: RunSpec, size: int | None, facts: dict[str, Any], lost: str, after: str | None = None
+    ) -> None:  # fmt: skip
+        """Submit the run as a new job without the nodes that were lost, on fewer nodes unless `size` is None."""
+        folder = self._folder
+        plan = None if size is None else smaller_plan(own, size)
+        spec = folder.read_spec() if plan is None else plan.spec
+        exclude = [*dict.fromkeys([*own.cluster.exclude, *self.left_out])]
+        spec = replace(spec, cluster=replace(spec.cluster, exclude=exclude))
+        if plan is not None:
+            change_layout(folder, replace(plan, spec=spec), lost, _who(), newest_checkpoint(folder))
+        job = replace(job_spec(spec), after=after)
+        with Ownership(verify_gone) as ownership:
+            ownership.take(folder)
+            (new_id,) = submit_owned(spec, job, ownership, [self._work], "requeued", facts | {"cause": lost})
+        report("jobs", f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
+        self.has_moved = True
+
+
+def _who() -> str:
+    return f"job {own_job_id()} on {os.uname().nodename}"

@@ -1,0 +1,146 @@
+"""The layouts on fewer nodes by which a run can go on: other partitions x replicas, and the same samples a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gems.config.resolve import global_batch, resolve
+from gems.config.schema import ClusterConfig, RunSpec
+from gems.errors import ConfigError, DoesNotFitError, ScheduleError
+from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.run_plan import RunPlan, plan_run, step_s
+from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.limits import estimate_wait_h
+from jobs.slurm.resources import job_spec
+from jobs.slurm.site import left_nodes
+
+NO_LAYOUT = (ConfigError, DoesNotFitError, ScheduleError)
+SEARCH_BUDGET_S = 10.0
+
+
+def smaller_plan(spec: RunSpec, nodes: int) -> RunPlan:
+    """Return the plan by which a resolved run goes on on fewer nodes.
+
+    It has as many ranks as the nodes hold, at most the run's own, and the run's micro-batches, so that each step sums
+    the same gradients. The fastest partitions x replicas of the run's own schedule and memory policy is taken; if none
+    fits, the best that `gems plan` finds.
+
+    Raises:
+        ConfigError: no layout there makes the run's steps.
+    """
+    cluster, why = spec.cluster, ""
+    most = min(cluster.max_ranks_per_node, spec.world_size // nodes)
+    for per_node in range(most, 0, -1):
+        run = replace(spec, cluster=replace(cluster, nodes=nodes, ranks_per_node=per_node))
+        found: list[RunPlan] = []
+        for layout in _own_layouts(run, nodes * per_node):
+            try:
+                found.append(plan_run(resolve(layout)))
+            except NO_LAYOUT as error:
+                why = f" ({error})"
+        if found:
+            return min(found, key=lambda plan: (step_s(plan), -plan.spec.parallel.partitions))
+        if run.machine.kind == "real":
+            try:
+                return _searched_plan(run, nodes * per_node)
+            except NO_LAYOUT as error:
+                why = f" ({error})"
+    where, steps = f"{nodes} node{'s' if nodes > 1 else ''}", f"steps of {global_batch(spec)} samples"
+    text = f"no layout on {where} makes {steps} in micro-batches of {spec.parallel.micro_batch_size}{why}"
+    raise ConfigError("cluster.elastic", spec.cluster.elastic, text, f"leave {nodes} out")
+
+
+def check_layouts(spec: RunSpec) -> tuple[bool, str]:
+    """Return whether a resolved run could go on on fewer nodes, and by which layouts.
+
+    Raises:
+        ConfigError: it has none on a number of nodes of cluster.elastic.
+    """
+    nodes = spec.cluster.nodes or 1
+    sizes = spec.cluster.smaller_nodes(nodes)
+    if not sizes:
+        return False, f"cluster.elastic={spec.cluster.elastic} has no number below {nodes}, the nodes of this job"
+    return True, "else " + ", or ".join(describe_layout(smaller_plan(spec, nodes).spec) for nodes in sizes)
+
+
+def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[RunPlan, str] | None:
+    """Return the plan on fewer nodes that a submission begins with, and why; None if it has its own nodes.
+
+    The most nodes are taken that cluster.exclude leaves, and that the queue gives within cluster.elastic_wait_h; if it
+    gives none so soon, those that it gives first.
+    """
+    cluster, own = spec.cluster, spec.cluster.nodes or 1
+    sizes = cluster.smaller_nodes(own)
+    if not sizes:
+        return None
+    left, why, waits_h = _num_left(cluster), "", dict[int, float]()
+    for size in (own, *sizes):
+        if left is not None and size + cluster.spare_nodes > left:
+            why = why or f"cluster.exclude leaves {left} nodes"
+            continue
+        wait_h = 0.0
+        if cluster.elastic_wait_h is not None:
+            wait_h = _wait_h(spec if size == own else smaller_plan(spec, size).spec, folder) or 0.0
+        waits_h[size] = wait_h
+        if wait_h <= (cluster.elastic_wait_h or 0.0):
+            break
+        when = "no estimated start" if math.isinf(wait_h) else f"an estimated start in {wait_h:.1f} h"
+        why = why or f"{size} nodes have {when}"
+    chosen = min(waits_h, key=lambda size: round(waits_h[size], 1), default=own)
+    return None if chosen == own else (smaller_plan(spec, chosen), why)
+
+
+def _num_left(cluster: ClusterConfig) -> int | None:
+    """Return how many nodes of the partition are not excluded; None if SLURM does not answer, or none is excluded."""
+    if not cluster.exclude:
+        return None
+    try:
+        return len(left_nodes(cluster.partition, cluster.exclude)[0])
+    except SlurmUnavailableError:
+        return None
+
+
+def _wait_h(spec: RunSpec, folder: RunFolder) -> float | None:
+    from jobs.slurm.executor import executor
+
+    return estimate_wait_h(executor(spec, job_spec(spec), folder).script())
+
+
+def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
+    """Yield a run on so many ranks by its own schedule, with as many micro-batches over all replicas as it has."""
+    parallel = spec.parallel
+    total = parallel.replicas * (parallel.micro_batches or 0)
+    for replicas in range(1, world_size + 1):
+        if world_size % replicas or total % replicas:
+            continue
+        for parts in dict.fromkeys((parallel.parts, None)):
+            micro_batches = total // replicas
+            if parts is not None and micro_batches % parts:
+                continue
+            changed = replace(
+                parallel, partitions=world_size // replicas, replicas=replicas, micro_batches=micro_batches,
+                replications=None, parts=parts, boundaries=None, gpus=None,
+            )  # fmt: skip
+            yield replace(spec, parallel=changed)
+
+
+def _searched_plan(spec: RunSpec, world_size: int) -> RunPlan:
+    """Return the plan of the best configuration that `gems plan` finds with the run's micro-batches and strips.
+
+    Raises:
+        ConfigError, DoesNotFitError: there is none.
+    """
+    from gems.planner.evaluate import Planner
+    from gems.planner.fastest import fastest
+
+    size, strips, per_node = spec.parallel.micro_batch_size, spec.parallel.strips, spec.cluster.ranks_per_node
+    planner = Planner(replace(spec, parallel=replace(spec.parallel, gpus=world_size)),
+                      spec.memory.limit_bytes or spec.machine.device_bytes)  # fmt: skip
+    _, found = fastest(
+        planner, [global_batch(spec)], 1, SEARCH_BUDGET_S,
+        accepts=lambda one: one.micro_batch_size == size and one.strips == strips,
+    )  # fmt: skip
+    run = planner.run_of(found.best[0].candidate, found.best[0].boundaries)
+    return plan_run(resolve(replace(run, cluster=replace(run.cluster, ranks_per_node=per_node))))
