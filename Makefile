@@ -81,7 +81,7 @@ test-gloo: setup
 	  $(VENV)/bin/mpiexec -n 4 $(PY) -m pytest -q -x -p no:cacheprovider --timeout=240 tests/mpi/mpi_exactness.py
 
 test-slurm: setup
-	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm
+	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm -n 2 --dist loadfile --no-loadscope-reorder
 
 # EVERY=5 runs every fifth test, which gives a lower bound in a fifth of the time.
 coverage: setup

@@ -7,18 +7,19 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.fault_runs import going, submit
-from tests.slurm.fault_table import ROWS, table
+from tests.slurm.fault_table import ROWS, Fault, table
 from tests.slurm.mini_runs import no_job_is_left
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
 __all__ = ["going", "no_job_is_left", "submit"]  # for pytest, which looks for fixtures here
+FAULT = "fault"  # the name of a row in a test's report
 MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
 
 
@@ -81,11 +82,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slurm: needs slurm-wlm and munge; starts a real SLURM here")
 
 
+@pytest.fixture(autouse=True)
+def _report_faults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give the rows of a test to its report, which comes to the process that prints the table."""
+    before = len(ROWS)
+    yield
+    request.node.user_properties.extend((FAULT, asdict(row)) for row in ROWS[before:])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what became of the runs that faults befell."""
-    if ROWS:
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    ended = [report for report in reports if getattr(report, "when", "") == "teardown"]
+    rows = [Fault(**value) for report in ended for name, value in report.user_properties if name == FAULT]
+    if rows:
         terminalreporter.section("faults")
-        for line in table():
+        for line in table(rows):
             terminalreporter.write_line(line)
 
 

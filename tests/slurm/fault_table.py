@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -26,7 +27,7 @@ def note(fault: str, state: str, said: str = "", code: int | None = None) -> Non
     ROWS.append(Fault(fault, state, code, "-", None, None, (said.splitlines() or [""])[-1]))
 
 
-def table() -> list[str]:
+def table(rows: Iterable[Fault]) -> list[str]:
     """Return the table, a line each."""
     head = f"{'fault':<34} {'state':<10} {'code':>4} {'SLURM':<11} {'s':>6} {'steps':>5}  what diagnose says"
     return [
@@ -35,6 +36,6 @@ def table() -> list[str]:
             f"{row.name:<34} {row.state:<10} {'-' if row.exit_code is None else row.exit_code:>4} "
             f"{row.slurm_state:<11} {'-' if row.seconds is None else f'{row.seconds:.1f}':>6} "
             f"{'-' if row.trace_steps is None else row.trace_steps:>5}  {row.diagnosis}"
-            for row in ROWS
+            for row in rows
         ),
     ]

@@ -141,7 +141,7 @@ def test_a_job_that_loses_its_batch_script_is_replaced(five_nodes: MiniSlurm, su
     for pid in (daemon_of(five_nodes, "n1"), *processes_on(five_nodes, "n1")):
         os.kill(pid, signal.SIGKILL)
     try:
-        status = end_of(folder)
+        status = end_of(folder, 330)
     finally:
         start_daemon(five_nodes, "n1")
     assert status["job_id"] != job
