@@ -45,6 +45,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.cli": ("numpy", "h5py"),
     "gems": ANY,
     "jobs.slurm": ("submitit", "yaml"),
+    "jobs.schedulers": (),
     "jobs.status": (),
     "jobs.diagnosis": (),
     "jobs.preflight": (),

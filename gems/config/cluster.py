@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gems.config.fields import choice, flag, number, text
-from gems.config.registries import LAUNCHERS
+from gems.config.registries import LAUNCHERS, SCHEDULERS
 
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 CONTAINERS = ("none", "apptainer", "singularity", "pyxis", "shifter", "podman-hpc", "uenv")
@@ -76,6 +76,7 @@ class ClusterConfig:
     """How ranks are started: on this machine by mpiexec, or by SLURM with the site's habits."""
 
     name: str = text("local", "name of the preset")
+    scheduler: str = choice("slurm", SCHEDULERS, "batch system of the jobs", in_run_id=False)
     launcher: str = choice("mpiexec", LAUNCHERS, "program that starts the ranks")
     hosts: list[str] = text(
         [], "patterns of the names of login nodes, by which cluster=auto finds the preset", accepts=HOST.fullmatch,

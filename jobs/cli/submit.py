@@ -1,4 +1,4 @@
-"""`python -m jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or on a cluster by SLURM."""
+"""`python -m jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or as a job."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jobs.launch.launchers import command
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits, is_on_site
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.lookup import RUNS_DIR, find_one_run
@@ -60,7 +61,7 @@ def collect(words: Sequence[str], options: Options) -> int:
 
 
 def submit(spec: RunSpec, options: Options) -> int:
-    """Run here and return the exit code, or submit to SLURM and return 0, or 1 if the user does not confirm the cost.
+    """Run here and return the exit code, or submit a job and return 0, or 1 if the user does not confirm the cost.
 
     A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the
     terminal or by --yes. --after RUN starts it when that run's job has ended; --chain N submits N jobs, each of which
@@ -76,14 +77,16 @@ def submit(spec: RunSpec, options: Options) -> int:
     for option in (AFTER, CHAIN):
         if option in options.chosen and not job.is_batch:
             value = options.chosen[option]
-            raise ConfigError(option, value, "needs jobs of SLURM's, and this run starts here", "choose a cluster=")
+            raise ConfigError(
+                option, value, "needs jobs of a batch system, and this run starts here", "choose a cluster="
+            )
     job = replace(job, after=_job_to_await(spec, options))
     check_limits(spec, job)
     if DRY_RUN in options.flags:
         _show(spec, job, options)
         return 0
     if job.is_batch:
-        return _submit_to_slurm(spec, job, options, num_jobs)
+        return _submit_job(spec, job, options, num_jobs)
     folder = prepare_here(spec, job, force=FORCE in options.flags)
     code = launch(folder, spec, table_on_stderr=options.json)
     if options.json:
@@ -108,16 +111,16 @@ def _job_to_await(spec: RunSpec, options: Options) -> str | None:
         report("jobs", f"{AFTER} {name}: it is {run.state}, so that there is nothing to wait for")
         return None
     if run.job_id is None:
-        raise ConfigError(AFTER, name, f"is {run.state}, and no job of SLURM's", "wait for it: nothing else would")
+        raise ConfigError(
+            AFTER, name, f"is {run.state}, and no job of a batch system", "wait for it: nothing else would"
+        )
     return (read_chain(folder) or [run.job_id])[-1]
 
 
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
-    from jobs.slurm.executor import executor
-
     folder = RunFolder.of(spec)
     argv = command(job, folder)
-    script = executor(spec, job, folder).script() if job.is_batch else None
+    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder) if job.is_batch else None
     checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster)))
     if options.json:
         names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
@@ -136,7 +139,7 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     report("jobs", f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
-def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
+def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
     is_sure, is_forced = YES in options.flags, FORCE in options.flags
     submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
     if submitted is None:

@@ -25,7 +25,7 @@ from jobs.diagnosis.root_cause import (
     is_consequence,
     read_records,
 )  # fmt: skip
-from jobs.slurm.jobs import find_job
+from jobs.schedulers.scheduler import find_job
 from jobs.status.run_status import read_or_empty, read_spec, run_statuses, utc_ns, whole
 
 TRACE_LIMIT_S = 60.0
@@ -40,6 +40,7 @@ STATE_CAUSES = {
 }  # fmt: skip
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
+BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
 BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
 # What may be behind the kill of a rank; all else that ranks met when one was killed is a consequence.
 BEHIND_KILLS = (
@@ -114,8 +115,9 @@ class Evidence:
 
 
 def log_paths(folder: RunFolder) -> list[Path]:
-    """Return the log of the ranks and the newest of SLURM's own, those that exist."""
-    batch = sorted((path.stat().st_mtime_ns, path) for path in folder.logs.glob("*_log.out") if path.is_file())
+    """Return the log of the ranks and the newest of the batch system's own, those that exist."""
+    found = (path for pattern in BATCH_LOGS for path in folder.logs.glob(pattern))
+    batch = sorted((path.stat().st_mtime_ns, path) for path in found if path.is_file())
     return [path for path in (folder.logs / "ranks.log", *(path for _, path in batch[-1:])) if path.is_file()]
 
 

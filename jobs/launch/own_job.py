@@ -23,8 +23,8 @@ from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
+from jobs.schedulers.scheduler import Scheduler, scheduler_of
 from jobs.slurm import jobs as slurm_jobs
-from jobs.slurm.command import run_slurm
 from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import read_chain
 from jobs.status.run_status import read_or_empty
@@ -32,11 +32,8 @@ from jobs.status.run_status import read_or_empty
 REQUEUES_JSON = "requeues.json"
 LAUNCHER, SLURM, CHAIN = "launcher", "SLURM", "chain"
 QUERY_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
-REQUEUE_LIMIT_S = 20.0
 EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
 TAIL_BYTES = 1 << 14
-STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
-PERSONAL = ("UserId", "GroupId", "MailUser")
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 DESCRIPTIONS: dict[str | None, str] = {
     FailureCause.PREEMPTED: "was preempted", FailureCause.CANCELLED: "was cancelled",
@@ -44,9 +41,15 @@ DESCRIPTIONS: dict[str | None, str] = {
 }  # fmt: skip
 
 
+def own_scheduler() -> Scheduler | None:
+    """Return the batch system of the job that this process is in; None outside of one."""
+    return scheduler_of(own_job_id())
+
+
 def num_restarts() -> int:
-    """Return how often SLURM had started this job again when this attempt began."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    """Return how often this job had been started again when this attempt began."""
+    scheduler = own_scheduler()
+    return 0 if scheduler is None else scheduler.num_restarts()
 
 
 def _stderr() -> Path:
@@ -59,9 +62,9 @@ with contextlib.suppress(OSError):
 
 
 def own_job() -> slurm_jobs.Job | None:
-    """Query SLURM for the job that this process is in; None outside of one, or if SLURM does not answer."""
-    job_id = own_job_id() or ""
-    return slurm_jobs.query_jobs([job_id], slurm_jobs.SCONTROL, limit_s=QUERY_LIMIT_S).jobs.get(job_id)
+    """Query the job that this process is in; None outside of one, or if its batch system does not answer."""
+    scheduler = own_scheduler()
+    return None if scheduler is None else scheduler.own_job(str(own_job_id()), QUERY_LIMIT_S)
 
 
 def will_restart(job: slurm_jobs.Job | None) -> bool:
@@ -85,9 +88,8 @@ def kill_reason(log: Path | None = None) -> str | None:
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return None
-    found = [each for each in map(slurm_jobs.parse_cancellation, text.splitlines()) if each is not None and each.is_job]
-    own = [each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")]  # of a task its own one too
-    return own[-1].cause if own else None
+    scheduler = own_scheduler()
+    return None if scheduler is None else scheduler.kill_cause(text)
 
 
 def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
@@ -108,7 +110,7 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
         starts = [*read_json(folder.slurm_json).get("starts", [])]
         if starts and folder.affinity_json.exists():  # of an earlier start, perhaps on other nodes
             folder.affinity_json.rename(folder.affinity_json.with_name(f"affinity.start{len(starts)}.json"))
-        starts.append({"restart_count": num_restarts(), "utc": now_utc(), "job": query_fields(job_id)})
+        starts.append({"restart_count": num_restarts(), "utc": now_utc(), "job": _record(job_id)})
         write_json(folder.slurm_json, {"job_id": job_id, "starts": starts})
     wrong = check_code(folder.provenance, read_json(folder.provenance_json)) if code_is_snapshot else None
     if wrong is not None:
@@ -123,10 +125,9 @@ def record_end(folder: RunFolder) -> None:
     with _recording():
         record = read_json(folder.slurm_json)
         if record.get("starts"):
-            words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
-            result = run_slurm(["sacct", *words])
-            steps = [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in result.lines]
-            end = {"utc": now_utc(), "job": query_fields(job_id), "steps": None if result.error else steps or None}
+            scheduler = own_scheduler()
+            steps = None if scheduler is None else scheduler.record_steps(job_id)
+            end = {"utc": now_utc(), "job": _record(job_id), "steps": steps}
             record["starts"][-1]["end"] = end
             write_json(folder.slurm_json, record)
 
@@ -139,12 +140,9 @@ def _recording() -> Iterator[None]:
         report("jobs", f"SLURM's record of the job cannot be written ({error})")
 
 
-def query_fields(job_id: str) -> dict[str, str] | None:
-    """Return the fields of `scontrol show job` except personal ones; None if SLURM does not answer."""
-    result = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
-    if result.error is not None:
-        return None
-    return {name: value for name, value in slurm_jobs.scontrol_fields(result.lines).items() if name not in PERSONAL}
+def _record(job_id: str) -> dict[str, Any] | None:
+    scheduler = scheduler_of(job_id)
+    return None if scheduler is None else scheduler.record(job_id)
 
 
 def stop_cause(job: slurm_jobs.Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
@@ -209,7 +207,8 @@ def requeue_run(
     job_id = str(own_job_id())
     facts = facts | {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
     folder.write_status("requeued", **facts | {"job_id": job_id})
-    error = run_slurm(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
+    scheduler = own_scheduler()
+    error = "it is in no job" if scheduler is None else scheduler.requeue(job_id)
     if error is None or kill_reason() == slurm_jobs.REQUEUED:
         return None
     try:

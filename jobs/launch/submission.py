@@ -1,4 +1,4 @@
-"""The start of a run: prepared and launched on this machine, or submitted to SLURM after its preflight."""
+"""The start of a run: prepared and launched on this machine, or submitted after its preflight."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.jobs import name_submission
 from jobs.slurm.limits import check_limits, check_submission
 from jobs.slurm.resources import JobSpec, job_spec
@@ -30,7 +31,7 @@ from jobs.status.ownership import CHAIN_JSON, is_gone
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
-    """Run here or submit to SLURM, with nothing on stdout, and return the exit code: 0 for a submitted job.
+    """Run here or submit a job, with nothing on stdout, and return the exit code: 0 for a submitted job.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm the cost.
@@ -46,15 +47,13 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
 def submit_run(
     spec: RunSpec, job: JobSpec, *, assume_yes: bool, force: bool = False, num_jobs: int = 1
 ) -> tuple[str, list[Check]] | None:  # fmt: skip
-    """Submit a run to SLURM and return the job's number and the checks that it passed; None if its cost is refused.
+    """Submit a run and return the job's number and the checks that it passed; None if its cost is refused.
 
     With `force` the owner of the folder is taken for gone if nobody can tell. `num_jobs` is the length of the chain
     that the job begins, all of which is confirmed.
     """
-    from jobs.slurm.executor import executor, need_sbatch
-
-    folder = RunFolder.of(spec)
-    need_sbatch(job)
+    folder, scheduler = RunFolder.of(spec), SCHEDULERS[spec.cluster.scheduler]
+    scheduler.check_here(job)
     check_submission(spec.cluster)
     check_free(folder, is_gone(force=force))
     plan, layout, run = cache(partial(plan_run, spec)), plan_of_start(spec, folder), spec
@@ -63,7 +62,7 @@ def submit_run(
         job = replace(job_spec(run), after=job.after)
         report("jobs", f"{layout[1]}: the run starts by {describe_layout(run)}")
     make_plan = plan if layout is None else lambda: layout[0]
-    checks = passed(preflight(run, job, executor(run, job, folder).script(), make_plan))
+    checks = passed(preflight(run, job, scheduler.script(run, job, folder), make_plan))
     if not is_confirmed([job] * num_jobs, spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
         report("jobs", "nothing is submitted")
         return None
@@ -96,16 +95,15 @@ def submit_chain(spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, nu
     """Submit the jobs that continue a run when its first one, `job_id`, has ended; return all of the chain.
 
     Each starts after the one before, resumes from the newest checkpoint, and ends at once if nothing is left to do. If
-    sbatch refuses one, the chain is shorter, and that is reported.
+    one is refused, the chain is shorter, and that is reported.
     """
-    from jobs.slurm.executor import submit_job
-
     chain, work = [job_id], BatchJob((str(folder.path),))
+    submit = SCHEDULERS[spec.cluster.scheduler].submit
     for _ in range(num_jobs - 1):
         token = new_token()
         with SignalsWait():
             try:
-                following = submit_job(spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token)
+                following = submit(spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token)
             except ConfigError as error:
                 report("jobs", f"the chain has {len(chain)} of {num_jobs} jobs: {error}")
                 break

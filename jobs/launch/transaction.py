@@ -15,7 +15,8 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
-from jobs.slurm.jobs import name_submission
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.jobs import UnclearSubmissionError, name_submission
 from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import record_submission
 
@@ -97,14 +98,18 @@ def submit_owned(
     The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of an array's script
     and output. Raises as `submit_job`; unless nobody can tell whether SLURM has the job, the runs are as before then.
     """
-    from jobs.slurm.executor import UnclearSubmissionError, submit_job
-
     token, pid, is_array = ownership.token, os.getpid(), len(works) > 1
     firsts = [RunFolder(Path(work.run_folders[0])) for work in works]
     home = home if home is not None and is_array else firsts[0]
     task_of = {path: task for task, work in enumerate(works) for path in work.run_folders}
     taken = [(folder, owner, task_of[str(folder.path)]) for folder, owner in ownership.taken]
-    where = {"token": token, "host": os.uname().nodename, "pid": pid, "pid_started": start_time(pid)}
+    where = {
+        "token": token,
+        "scheduler": spec.cluster.scheduler,
+        "host": os.uname().nodename,
+        "pid": pid,
+        "pid_started": start_time(pid),
+    }
     before = [folder.read_status() for folder, _, _ in taken]
 
     def mark(**more: Any) -> None:
@@ -115,7 +120,9 @@ def submit_owned(
     with SignalsWait() as signals:
         mark()
         try:
-            number = submit_job(spec, job, home, [work.with_token(token) for work in works], token)
+            number = SCHEDULERS[spec.cluster.scheduler].submit(
+                spec, job, home, [work.with_token(token) for work in works], token
+            )
             job_ids = [f"{number}_{task}" for task in range(len(works))] if is_array else [number]
             name_submission(home.logs, token, number)
             for first, job_id in zip(firsts, job_ids, strict=True):

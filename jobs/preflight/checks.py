@@ -24,6 +24,7 @@ from gems.utils.units import GIB
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.preflight.layouts import check_layouts
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
 from jobs.slurm.resources import JobSpec
@@ -65,7 +66,7 @@ def preflight(
     """Check a run, those checks first that take no time.
 
     `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of the run, which may
-    take a profile; `here` queries the SLURM of this machine, which must be the preset's.
+    take a profile; `here` queries the batch system of this machine, which must be the preset's.
     """
     parallel = spec.parallel
     counts = (
@@ -97,6 +98,12 @@ def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) 
     """Check whether the site takes a job; the answer is that for every run with an equal one."""
     yield _check("limits", lambda: _check_limits(spec, job, here))
     away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
+    scheduler = SCHEDULERS[spec.cluster.scheduler]
+    if not scheduler.has_site_checks:
+        yield Check(
+            "site", None, f"not asked: only SLURM tells its queues and accounts; {scheduler.title} checks the job"
+        )
+        return
     partitions = cache(partial(query_partitions, spec.cluster.partition))
     looks: dict[str, Callable[[], Outcome]] = {
         "partition": lambda: _check_partitions(spec, job, partitions()),
@@ -167,7 +174,7 @@ def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
 def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
-        check_queue(spec, job)
+        check_queue(spec, job, SCHEDULERS[spec.cluster.scheduler].num_queued)
     limits = len(spec.cluster.limits)
     return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
 

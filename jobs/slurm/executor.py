@@ -20,6 +20,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError, TryLaterError
+from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
-from jobs.slurm.command import SlurmError, SlurmRefusedError, run_slurm
-from jobs.slurm.jobs import find_submitted, pickle_path, script_path
+from jobs.slurm.jobs import UnclearSubmissionError, find_submitted, pickle_path, script_path
 from jobs.slurm.limits import refusal
 from jobs.slurm.resources import JobSpec, Work
+from jobs.slurm.script import call_submit, check_path, export_lines, free_options, module_lines
 
 OWN_KEYS = {
     "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
@@ -43,9 +44,6 @@ OWN_KEYS = {
     "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "cluster.array",
     "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
 }  # fmt: skip
-SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
-# Errors after which SLURM may have the job, as opposed to those of a connection that never came about.
-UNCLEAR = ("did not answer within", "was ended by signal", "Socket timed out", "Zero Bytes were transmitted")
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -94,28 +92,22 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[Run
     logs of each run too. Raises ConfigError for a name, path or option that SLURM would read as something else.
     """
     for each in (folder, *array):
-        _check_path(spec, job, each)
+        check_path(spec, job, each, "SLURM", {"%": "'%'", "\\": "'\\'"})
     cluster = spec.cluster
     run, quote = (RunFolder(Path("$run")), '"{}"'.format) if array else (folder, shlex.quote)
     code = quote(str(run.code_zip)) if job.snapshot else "-m"
-    # without the site's modules a run would fail less clearly
-    modules = [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"] if cluster.modules else []
     made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
     made.update_parameters(
         job_name=spec.name, nodes=job.allocated_nodes, ntasks_per_node=job.allocated_tasks_per_node,
         cpus_per_task=job.cpus_per_task,
         time=job.minutes, partition=cluster.partition, wckey=None, stderr_to_stdout=True, use_srun=False,
         account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
-        setup=[*_task_lines(folder, array), *modules, *cluster.setup, *_exports(spec, job)],
+        setup=[*_task_lines(folder, array), *module_lines(cluster), *cluster.setup, *_exports(spec, job)],
         additional_parameters=_options(cluster, job),
     )  # fmt: skip
     if array:
         made.parameters |= {"map_count": len(array), "array_parallelism": len(array)}
     return made
-
-
-class UnclearSubmissionError(TryLaterError):
-    """Nobody can tell whether SLURM has taken a job."""
 
 
 def _task_lines(folder: RunFolder, array: Sequence[RunFolder]) -> list[str]:
@@ -156,7 +148,7 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
         delayed.set_timeout(job.minutes, made.max_num_timeout)
         delayed.dump(pickle)
     try:
-        job_id = _call_sbatch(spec.cluster.name, script, token)
+        job_id = _call_sbatch(spec.cluster, script, token)
     except UnclearSubmissionError:
         raise
     except ConfigError:
@@ -170,22 +162,15 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
     return job_id
 
 
-def _call_sbatch(cluster: str, script: Path, token: str) -> str:
-    result = run_slurm(["sbatch", str(script)], limit_s=SUBMIT_LIMIT_S, environment=without_leftovers(os.environ))
-    number = re.search(r"job ([0-9]+)", result.stdout)
-    if result.error is None and number is not None:
-        return number[1]
-    if isinstance(result.error, SlurmRefusedError):
-        raise refusal(cluster, result.error.reason) from result.error
-    if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
-        text = f"SLURM cannot be reached, and nothing is submitted ({result.error})"
-        raise TryLaterError("cluster", cluster, text, "try again") from result.error
-    with contextlib.suppress(SlurmError):
-        if (found := find_submitted([token]).get(token)) is not None:
-            return found.job_id
-    what = result.error or f"sbatch printed {result.stdout[:80]!r}"
-    advice = "`jobs status` tells once SLURM answers; submit again then"
-    raise UnclearSubmissionError("cluster", cluster, f"nobody can tell whether SLURM has the job ({what})", advice)
+def _call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
+    def read_id(text: str) -> str | None:
+        number = re.search(r"job ([0-9]+)", text)
+        return None if number is None else number[1]
+
+    return call_submit(
+        ["sbatch", str(script)], without_leftovers(os.environ), cluster, "SLURM", read_id,
+        partial(refusal, cluster.name), lambda: find_submitted([token]).get(token),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -206,21 +191,8 @@ def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for an option that a key of its own sets, or text that would leave its line.
     """
-    checked: dict[str, Any] = {}
-    for name, value in options.items():
-        option = str(name).removeprefix("--").replace("_", "-")
-        key = f"cluster.sbatch.{_shown(str(name))}"
-        if option in OWN_KEYS:
-            raise ConfigError(key, value, "must not be given here", f"set {OWN_KEYS[option]}")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
-            raise ConfigError(key, value, "is not the long name of an sbatch option", "as in +cluster.sbatch.qos=debug")
-        if isinstance(value, dict | list):
-            raise ConfigError(key, value, "must be one value", "as in +cluster.sbatch.qos=debug")
-        if not str(value).isprintable():
-            raise ConfigError(key, repr(value), "must be printable text")
-        if value is not None and value is not False:
-            checked[option] = value
-    return checked
+    form = r"[a-z][a-z0-9-]*"
+    return free_options("cluster.sbatch", options, OWN_KEYS, form, "the long name of an sbatch option", "qos=debug")
 
 
 def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
@@ -259,27 +231,5 @@ def need_sbatch(job: JobSpec) -> None:
         raise ConfigError("cluster.launcher", job.launcher, "needs sbatch, which is not on PATH", advice)
 
 
-def _shown(name: str) -> str:
-    return name if name.isprintable() else repr(name)
-
-
 def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
-    values = {"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment}
-    for name, value in values.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(f"cluster.environment.{_shown(name)}", value, "is not the name of a variable")
-        if "\0" in str(value):
-            raise ConfigError(f"cluster.environment.{name}", repr(value), "must have no NUL character")
-    return [f"export {name}={shlex.quote(str(value))}" for name, value in values.items()]
-
-
-def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
-    path = str(folder.path)
-    if not path.isprintable() or "%" in path or "\\" in path:
-        is_name = "%" in spec.name or "\\" in spec.name
-        key, value = ("name", spec.name) if is_name else ("runs_dir", spec.runs_dir)
-        raise ConfigError(key, _shown(value), "must have no '%', '\\' or line break, which SLURM interprets in paths")
-    if job.snapshot and ":" in path:
-        key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
-        text = "must have no ':', which separates the folders that Python imports from"
-        raise ConfigError(key, value, text, "change it, or set cluster.archive_code=false")
+    return export_lines({"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment})

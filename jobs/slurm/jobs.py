@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gems.errors import TryLaterError
 from gems.runs.failure_cause import FailureCause
 from jobs.slurm.command import SlurmUnavailableError, run_slurm
 
@@ -28,6 +29,7 @@ LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
 SACCT_FIELDS = ("JobID", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
+JOB_NUMBER = "[0-9]{1,18}(_[0-9]{1,9})?"  # 41, or 41_7 for a task of a job array
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -85,11 +87,8 @@ class JobQuery:
 
 
 def is_job_number(value: object) -> bool:
-    """Return whether a value from a file names a job (41) or a task of a job array (41_7).
-
-    Nothing else passes, as a command could take it for an option.
-    """
-    return isinstance(value, str | int) and re.fullmatch(r"[0-9]{1,18}(_[0-9]{1,9})?", str(value)) is not None
+    """Return whether a value is the number of a job of SLURM's, or of a task of a job array."""
+    return isinstance(value, str | int) and re.fullmatch(JOB_NUMBER, str(value)) is not None
 
 
 def job_order(job_id: str) -> tuple[int, ...]:
@@ -152,8 +151,12 @@ def list_jobs(chosen: str) -> list[ListedJob]:
     return [ListedJob(*map(str.strip, row)) for row in rows[1:]]
 
 
+class UnclearSubmissionError(TryLaterError):
+    """Nobody can tell whether the batch system has taken a job."""
+
+
 def script_path(logs: Path, token: str) -> Path:
-    """Return the batch script of a submission; its name is the sign by which squeue finds the job."""
+    """Return the batch script of a submission; its name is the sign by which SLURM's job is found."""
     return logs / f".submission_file_{token}.sh"
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 
@@ -32,11 +32,12 @@ QUEUE_FULL = re.compile(r"SubmitJob|temporarily unable to accept job")
 POLICY, NAMED_LIMIT = "Job violates accounting/QOS policy", re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
 # What sbatch --test-only says if nodes are drained, down or reserved; the first also if no nodes are like that.
 NOT_NOW = re.compile(r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED")
+NumQueued = Callable[[str | None, str | None], int | None]  # jobs of this user in a partition and a qos
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Raise ConfigError if a job of SLURM's exceeds what its preset allows: a node's CPUs and memory, size and time."""
+    """Raise ConfigError if a job exceeds what its preset allows: a node's CPUs and memory, size and time."""
     if not job.is_batch:
         return
     cluster = spec.cluster
@@ -66,7 +67,7 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
 
 
 def is_on_site(cluster: ClusterConfig) -> bool:
-    """Return whether this machine's SLURM is the preset's: a preset that names no hosts is for any, as is a job."""
+    """Return whether this machine's batch system is the preset's: one that names no hosts is for any, as is a job."""
     patterns = [pattern.lower() for pattern in cluster.hosts]
     is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
     return not patterns or is_named or own_job_id() is not None
@@ -78,7 +79,8 @@ def check_submission(cluster: ClusterConfig) -> None:
         text = f"is not submitted from {host_names()[0]}, which is none of its hosts ({', '.join(cluster.hosts)})"
         advice = "submit it there, show it here with --dry-run, or set cluster.hosts=[] if this is its login node"
         raise ConfigError("cluster", cluster.name, text, advice)
-    if cluster.account_required and cluster.account is None and not os.environ.get("SBATCH_ACCOUNT"):
+    is_slurm = cluster.scheduler == "slurm"
+    if cluster.account_required and cluster.account is None and not (is_slurm and os.environ.get("SBATCH_ACCOUNT")):
         text = f"cluster {cluster.name} takes no job without an account"
         raise ConfigError("cluster.account", "null", text, "give the one that your project is charged to")
     is_bare = str(cluster.sbatch.get("export", "")).upper() == "NONE" and not (cluster.modules or cluster.setup)
@@ -87,8 +89,8 @@ def check_submission(cluster: ClusterConfig) -> None:
         raise ConfigError("cluster.modules", "[]", text, "name those of the MPI and the CUDA that you use")
 
 
-def check_queue(spec: RunSpec, job: JobSpec) -> None:
-    """Raise TryLaterError if as many jobs of this user are queued as the preset allows, by squeue if it answers."""
+def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued) -> None:
+    """Raise TryLaterError if as many jobs of this user are queued as the preset allows, if the queue answers."""
     limits = [
         queue_limit(spec.cluster, job.allocated_nodes),
         *(row for row in _rows(spec.cluster) if not row.is_of_size),

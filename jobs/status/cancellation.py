@@ -1,4 +1,4 @@
-"""Cancel runs and studies: SLURM's jobs by one scancel, a run of this machine by its launching process."""
+"""Cancel runs and studies: jobs by their batch system, a run of this machine by its launching process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
-from jobs.slurm.jobs import cancel_jobs
+from jobs.schedulers.scheduler import cancel_jobs, scheduler_of, title
 from jobs.status.lookup import Catalogue
 from jobs.status.ownership import read_chain
 from jobs.status.run_status import RunStatus, read_status, run_statuses
@@ -89,11 +89,12 @@ def _refusal(run: RunStatus) -> str | None:
     """Return why an active run cannot be cancelled from here, or None."""
     status, job_id = run.status, run.job_id
     if job_id is not None:
-        if run.job_name in (None, run_name(run.folder.path).strip()):
+        scheduler, name = scheduler_of(job_id), run_name(run.folder.path).strip()
+        if scheduler is None or run.job_name in (None, scheduler.job_name(name)):
             return None
         return f"job {job_id} is called {run.job_name!r}: `scancel {job_id}` if you mean all of it"
     if "job_id" in status:
-        return f"its job_id {status['job_id']!r} is no job's number"
+        return f"its job_id {status['job_id']!r} is no job's ID"
     if run.recorded_state == SUBMITTING:
         return f"it is being submitted ({run.note}): try again"
     if run.recorded_state == "prepared":
@@ -117,7 +118,7 @@ def _end_here(run: RunStatus) -> Result:
 
 
 def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[Result]:
-    """Wait until SLURM has ended the jobs, or the runs have recorded how they ended."""
+    """Wait until the batch system has ended the jobs, or the runs have recorded how they ended."""
     pause, deadline_s = threading.Event(), time.monotonic() + END_LIMIT_S
     waiting = {run.folder.path: run for run in jobs}
     results = []
@@ -133,7 +134,7 @@ def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[Result]:
     for run in waiting.values():
         if error is not None:
             run.folder.cancelled_json.unlink(missing_ok=True)
-        why = f"job {run.job_id}: {error or 'SLURM is ending it, and status.json will tell'}"
+        why = f"job {run.job_id}: {error or f'{title(run.job_id)} is ending it, and status.json will tell'}"
         results.append((run.folder, ENDING if error is None else REFUSED, why))
     return results
 

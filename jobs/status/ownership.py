@@ -1,7 +1,8 @@
-"""The proof that the owner of a run folder is gone, by SLURM; and the end of submissions that were interrupted.
+"""The proof that the owner of a run folder is gone, also by its batch system, and the end of interrupted submissions.
 
-Whoever submits writes "submitting" into status.json before sbatch, with a token that is also in the name of the batch
-script. If it ends before it has written the job's number, the next look at the run finds the job by that name.
+Whoever submits writes "submitting" into status.json before the command that submits, with a token that the job carries:
+SLURM's in the name of the batch script. If it ends before it has written the job's ID, the next look at the run finds
+the job by the token.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
+from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
 from jobs.slurm.command import SlurmError, SlurmUnavailableError
-from jobs.slurm.jobs import ListedJob, find_submitted, is_job_number, list_jobs, name_submission, script_path
+from jobs.slurm.jobs import ListedJob, name_submission, script_path
 
 CHAIN_JSON = "chain.json"
-SBATCH_LIMIT_S = 10.0  # to wait for an sbatch that its caller has left
+SLURM = "slurm"  # the system of submissions that name none, as earlier versions wrote them
+SUBMIT_LIMIT_S = 10.0  # to wait for a submission that its caller has left
 OLD_S = 600.0
 POLL_S = 0.1
 UNSURE = "try again, or add --force if you know that it has ended"
@@ -31,11 +34,11 @@ Find = Callable[[str], ListedJob | None]
 
 
 def is_gone(*, force: bool = False, find: Find | None = None) -> Callable[[RunFolder, Owner], None]:
-    """Return the check that raises TryLaterError unless a folder's owner is gone, by SLURM too.
+    """Return the check that raises TryLaterError unless a folder's owner is gone, by its batch system too.
 
     A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an owner is taken for
-    gone if nobody can tell, but never one that is known to be there. `find` looks jobs up; by a squeue each unless it
-    is given.
+    gone if nobody can tell, but never one that is known to be there. `find` looks jobs up; by a command each unless
+    it is given.
     """
     look_up = find or _find
 
@@ -87,30 +90,33 @@ def _check_other_host(folder: RunFolder, owner: Owner, force: bool) -> None:
 
 
 def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
-    """Return whether status.json says that this owner has called sbatch, and does not know the job's number yet."""
+    """Return whether status.json says that this owner submits, and does not know the job's ID yet."""
     return status.get("state") == SUBMITTING and status.get("token") == owner.token and not owner.is_released
 
 
 def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
-    """Complete the interrupted submissions of some folders, by one squeue, and return the jobs by token.
+    """Complete the interrupted submissions of some folders, by one look, and return the jobs by token.
 
-    A submission whose process is alive is left to it. Raises SlurmError if squeue gives no list of jobs.
+    A submission whose process is alive is left to it. Raises SlurmError if there is no list of jobs.
     """
-    owners = {}
+    owners, tokens = {}, {}
     for folder in folders:
         with contextlib.suppress(ConfigError, OSError):
             owner = read_owner(folder)
-            if owner is not None and is_submitting(folder.read_status(), owner) and not owner.is_alive_here:
+            status = folder.read_status()
+            if owner is not None and is_submitting(status, owner) and not owner.is_alive_here:
                 owners[folder.path] = owner
+                tokens[owner.token] = str(status.get("scheduler", SLURM))
                 if owner.is_alive_here is False:
-                    _await_sbatch(owner.token)
-    found = find_submitted({owner.token for owner in owners.values()}) if owners else {}
+                    _await_submission(owner.token)
+    found = find_submitted(tokens)
     for path, owner in owners.items():
         if owner.token in found:
             job, folder = found[owner.token], RunFolder(path)
             with contextlib.suppress(OSError):  # somebody else's folder
                 job_id = _own_number(job, folder.read_status())
-                name_submission(Path(job.command).parent, owner.token, job.job_id.partition("_")[0])
+                if job.command:
+                    name_submission(Path(job.command).parent, owner.token, job.job_id.partition("_")[0])
                 name_submission(folder.logs, owner.token, job_id)
                 record_submission(folder, owner, job_id)
     return found
@@ -122,15 +128,15 @@ def record_submission(
     """Record the job of a submission as the owner, and the state, unless somebody has done so."""
     if is_submitting(status := folder.read_status(), owner):
         owner.update(folder, job_id=job_id)
-        folder.change_status(status, state, ("token", "task"), **{**(facts or {}), "job_id": job_id})
+        folder.change_status(status, state, ("token", "scheduler", "task"), **{**(facts or {}), "job_id": job_id})
 
 
-def _await_sbatch(token: str) -> None:
-    """Wait until no sbatch on this machine has the submission's script in its command line, or raise SlurmError."""
-    pause, deadline_s = threading.Event(), time.monotonic() + SBATCH_LIMIT_S
+def _await_submission(token: str) -> None:
+    """Wait until no command on this machine has the submission's script in its command line, or raise SlurmError."""
+    pause, deadline_s = threading.Event(), time.monotonic() + SUBMIT_LIMIT_S
     while is_mentioned(script_path(Path(), token).name):
         if time.monotonic() > deadline_s:
-            raise SlurmUnavailableError("sbatch", "has not answered yet")
+            raise SlurmUnavailableError("the submission", "has not answered yet")
         pause.wait(POLL_S)
 
 
@@ -141,16 +147,16 @@ def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
 
 
 def find_among(job_ids: Iterable[str]) -> Find:
-    """Ask squeue once for some jobs, and return what looks them up in its answer, and others by a squeue each.
+    """Ask once for some jobs, and return what looks them up in the answer, and others by a command each.
 
-    A job that was asked for is looked up with a SlurmError if squeue gave no list of jobs.
+    A job that was asked for is looked up with a SlurmError if there was no list of jobs.
     """
-    wanted = set(filter(is_job_number, job_ids))
+    wanted = set(filter(is_job_id, job_ids))
     jobs: dict[str, ListedJob] = {}
     failure: SlurmError | None = None
     if wanted:
         try:
-            jobs = {job.job_id: job for job in list_jobs(_chosen(wanted))}
+            jobs = {job.job_id: job for job in list_jobs(wanted)}
         except SlurmError as error:
             failure = error
 
@@ -165,15 +171,10 @@ def find_among(job_ids: Iterable[str]) -> Find:
 
 
 def _find(job_id: str) -> ListedJob | None:
-    """Return a job by squeue; None if it has forgotten it. Raises SlurmError if squeue gives no list of jobs."""
-    if not is_job_number(job_id):
-        raise SlurmError("squeue", f"cannot be asked for job {job_id!r}")
-    return next((job for job in list_jobs(_chosen([job_id])) if job.job_id == job_id), None)
-
-
-def _chosen(job_ids: Iterable[str]) -> str:
-    """Return squeue's option for jobs; arrays are asked for as a whole."""
-    return f"--jobs={','.join(sorted({job_id.partition('_')[0] for job_id in job_ids}, key=int))}"
+    """Return a job; None if its system has forgotten it. Raises SlurmError if there is no list of jobs."""
+    if not is_job_id(job_id):
+        raise SlurmError("the queue", f"cannot be asked for job {job_id!r}")
+    return next((job for job in list_jobs([job_id]) if job.job_id == job_id), None)
 
 
 def read_chain(folder: RunFolder) -> list[str]:
@@ -181,4 +182,4 @@ def read_chain(folder: RunFolder) -> list[str]:
     job_ids: Any = None
     with contextlib.suppress(OSError, ValueError):
         job_ids = read_json(folder.path / CHAIN_JSON).get("jobs")
-    return [str(job_id) for job_id in job_ids if is_job_number(job_id)] if isinstance(job_ids, list) else []
+    return [str(job_id) for job_id in job_ids if is_job_id(job_id)] if isinstance(job_ids, list) else []

@@ -17,8 +17,9 @@ from gems.runs.folder import RunFolder, describe_change
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
+from jobs.schedulers.scheduler import is_job_id, query_accounting, query_queue, scheduler_of
 from jobs.slurm.command import SlurmError
-from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs
+from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, STARTING, Job, JobQuery
 from jobs.status.ownership import complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"
@@ -26,6 +27,7 @@ NEVER_STARTS = "it never starts, as a job that it depends on did not end as it m
 WAITING = ("submitted", "requeued")
 ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
 FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
+QUEUE = "queue"
 STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed
 LOOK_AGAIN_S = 2.5  # ranks that run show a sign of life every second
 SLOW = ("start", "load", "begin", "checkpoint")
@@ -90,7 +92,7 @@ class RunStatus:
     def job_id(self) -> str | None:
         """The job's number; None if there is no job, or the file holds something else."""
         number = self.status.get("job_id")
-        return str(number) if is_job_number(number) else None
+        return str(number) if is_job_id(number) else None
 
     @property
     def cause(self) -> str:
@@ -144,8 +146,8 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
     chains = {run.folder.path: chain for run in read if run.may_be_queued and (chain := read_chain(run.folder))}
     job_ids = [run.job_id for run in read if run.may_be_queued and run.job_id]
     job_ids += [job_id for chain in chains.values() for job_id in chain]
-    queue = query_jobs(job_ids, SQUEUE)
-    accounting = query_jobs([number for number in job_ids if number not in queue.jobs], SACCT)
+    queue = query_queue(job_ids)
+    accounting = query_accounting([number for number in job_ids if number not in queue.jobs])
     for index, run in enumerate(read):
         job = queue.jobs.get(run.job_id or "")
         if run.recorded_state in UNFINISHED and (job is None or not job.is_active):
@@ -251,7 +253,9 @@ def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
             status = _from_job(run, job)
             return replace(status, start_utc=job.start_utc if status.state == "pending" else None, job_name=job.name)
         if run.state in UNFINISHED and queue.error is None:
-            return _gone(run, SQUEUE, "SLURM does not know the job any more")
+            system = scheduler_of(run.job_id)
+            source, title = (system.queue_program, system.title) if system is not None else (QUEUE, QUEUE)
+            return _gone(run, source, f"{title} does not know the job any more")
         if run.state in WAITING:
             return replace(run, is_guess=True, note="")
         if run.state in UNFINISHED:

@@ -33,10 +33,11 @@ from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
-from jobs.slurm.jobs import num_queued
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.jobs import UnclearSubmissionError
 from jobs.slurm.limits import check_limits, check_submission, is_on_site, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.slurm.site import asked_once, max_array_tasks
+from jobs.slurm.site import asked_once
 from jobs.status.ownership import find_among, is_gone, read_chain
 from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
@@ -62,7 +63,7 @@ class QueueSlots:
             return 0
         key, allowed = _limit(spec, job)
         if allowed is not None and key not in self._slots:
-            queued = num_queued(*key[1:])
+            queued = SCHEDULERS[spec.cluster.scheduler].num_queued(*key[1:])
             self._slots[key] = None if queued is None else allowed - queued
         slots = self._slots.get(key)
         return math.inf if slots is None else max(0, slots)
@@ -174,12 +175,11 @@ class StudyRunner:
 
     def _submit_array(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> int:
         """Prepare the points of equal jobs and submit them together; a point that cannot be prepared is left out."""
-        from jobs.slurm.executor import executor, need_sbatch
-
         spec, home = packs[0][0].spec, RunFolder(self._record.path)
+        scheduler = SCHEDULERS[spec.cluster.scheduler]
         check_limits(spec, job)
-        need_sbatch(job)
-        passed(site_checks(spec, job, executor(spec, job, home).script()))
+        scheduler.check_here(job)
+        passed(site_checks(spec, job, scheduler.script(spec, job, home)))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(is_gone(find=find))
         ready: list[Pack] = []
@@ -203,8 +203,6 @@ class StudyRunner:
         self, packs: list[Pack], job: JobSpec, home: RunFolder, ownership: Ownership, slots: QueueSlots
     ) -> int:  # fmt: skip
         """Submit prepared packs as one array, or in halves if the queue does not take so many."""
-        from jobs.slurm.executor import UnclearSubmissionError
-
         parts, code = deque([packs] if packs else []), 0
         while parts:
             part = parts.popleft()
@@ -223,8 +221,9 @@ class StudyRunner:
 
     def _refuse(self, packs: Sequence[Pack], error: GemsError, slots: QueueSlots) -> int:
         """Hold packs back if their jobs would be taken later, or report that they cannot start; return the code."""
-        if isinstance(error, TryLaterError) and num_queued() != 0:
-            slots.full.add(_scope(packs[0][0].spec))
+        spec = packs[0][0].spec
+        if isinstance(error, TryLaterError) and SCHEDULERS[spec.cluster.scheduler].num_queued() != 0:
+            slots.full.add(_scope(spec))
             self._hold_back(packs)
             return 0
         return max(self._report_refusal(point, error) for pack in packs for point in pack)
@@ -256,11 +255,16 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
     groups: dict[str, list[Pack]] = {}
     for number, pack in enumerate(packs):
         spec, job = pack[0].spec, pack_resources(pack)
-        is_alone = not job.is_batch or not spec.cluster.array
+        has_arrays = job.is_batch and SCHEDULERS[spec.cluster.scheduler].has_arrays
+        is_alone = not has_arrays or not spec.cluster.array
         groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
-    could_share = any(len(group) > 1 and is_on_site(group[0][0].spec.cluster) for group in groups.values())
-    size = max_array_tasks() if could_share else 1
-    return [group[at : at + size] for group in groups.values() for at in range(0, len(group), size)]
+    parts = []
+    for group in groups.values():
+        cluster = group[0][0].spec.cluster
+        could_share = len(group) > 1 and is_on_site(cluster)
+        size = SCHEDULERS[cluster.scheduler].max_array_tasks() if could_share else 1
+        parts += [group[at : at + size] for at in range(0, len(group), size)]
+    return parts
 
 
 def pack_points(points: Sequence[Point]) -> list[Pack]:

@@ -149,7 +149,7 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
     [
         (["--chain", "0"], "jobs: --chain=0: must be a whole number of jobs, 1 to 100"),
         (["--chain=two"], "jobs: --chain=two: must be a whole number of jobs, 1 to 100"),
-        (["--chain=2", "cluster=local"], "jobs: --chain=2: needs jobs of SLURM's, and this run starts here; choose a"),
+        (["--chain=2", "cluster=local"], "jobs: --chain=2: needs jobs of a batch system, and this run starts here"),
         (["--after", "nothing"], "jobs: run=nothing: is no run and no study of"),
         (["--after"], "jobs: --after=none: must have a value"),
     ],

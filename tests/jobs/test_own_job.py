@@ -10,7 +10,8 @@ import pytest
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.launch.own_job import query_fields, record_end, record_start
+from jobs.launch.own_job import record_end, record_start
+from jobs.schedulers.scheduler import SCHEDULERS
 from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (
@@ -47,7 +48,7 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
 
 
 def test_fields_keep_their_blanks_and_people_are_left_out(folder: RunFolder) -> None:
-    fields = query_fields("41")
+    fields = SCHEDULERS["slurm"].record("41")
     assert fields is not None
     assert (fields["JobName"], fields["Command"], fields["Comment"]) == ("my run=2", "/runs/a b/logs/x.sh", "")
     assert (fields["TRES"], fields["CPUs/Task"]) == ("cpu=4,mem=12G,node=2", "1")

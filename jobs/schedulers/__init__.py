@@ -1,0 +1,1 @@
+"""The batch systems that jobs are submitted to, one file each, behind one interface."""

@@ -1,0 +1,194 @@
+"""The interface of a batch system, and the questions about jobs that go to the system of each job.
+
+The form of a job's ID tells its system: 41 and 41_7 are SLURM's, 41.server is PBS Pro's, f2kPq7 is Flux's.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from gems.config import registries
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from gems.utils.registry import Registry
+from jobs.slurm.command import SlurmError
+from jobs.slurm.jobs import Job, JobQuery, ListedJob
+from jobs.slurm.resources import JobSpec, Work
+
+
+class Scheduler(ABC):
+    """A batch system: how a job is written, submitted, found, queried and cancelled.
+
+    What it raises is a SlurmError if a command gives no answer: an answer that is slow, strange or an error is never
+    "there is no such job".
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    program: ClassVar[str]  # the command that submits
+    queue_program: ClassVar[str]  # the one that tells of jobs
+    job_id_form: ClassVar[re.Pattern[str]]
+    has_arrays: ClassVar[bool] = False
+    has_site_checks: ClassVar[bool] = False
+
+    def check_here(self, job: JobSpec) -> None:
+        """Raise ConfigError if the system's commands are not on this machine."""
+        if shutil.which(self.program) is None:
+            text = f"needs {self.program}, which is not on PATH"
+            advice = "submit from a login node, show the script with --dry-run, or run here with cluster=local"
+            raise ConfigError("cluster.scheduler", self.name, text, advice)
+
+    def job_name(self, name: str) -> str:
+        """Return the name that the job of a run gets."""
+        return name
+
+    @abstractmethod
+    def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+        """Return the batch script of a run; raise ConfigError for an option or path that the system would misread."""
+
+    @abstractmethod
+    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+        """Submit prepared runs and return the job's ID; raises as `jobs.slurm.executor.submit_job`."""
+
+    @abstractmethod
+    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+        """Find the jobs of submissions among this user's, by token; raise SlurmError if there is no list of jobs."""
+
+    @abstractmethod
+    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+        """List those of some jobs that the system knows; raise SlurmError if there is no list of jobs."""
+
+    @abstractmethod
+    def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
+        """Query the jobs that wait, run or have ended lately."""
+
+    def query_accounting(self, job_ids: Iterable[str]) -> JobQuery:
+        """Query the jobs that the queue does not know any more."""
+        return JobQuery()
+
+    @abstractmethod
+    def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
+        """Return all that is known of a job, and the errors of commands that did not answer."""
+
+    @abstractmethod
+    def own_job(self, job_id: str, limit_s: float) -> Job | None:
+        """Query the job that this process is in; None if there is no answer in time."""
+
+    @abstractmethod
+    def cancel(self, job_ids: Sequence[str]) -> str | None:
+        """Cancel jobs by one command; return its error, or None. A job that has ended is no error."""
+
+    @abstractmethod
+    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+        """Return how many jobs of this user wait or run; None if there is no answer."""
+
+    def max_array_tasks(self) -> int:
+        """Return how many tasks a job array may have."""
+        return 1
+
+    def num_restarts(self) -> int:
+        """Return how often the system had started this process's job again when this attempt began."""
+        return 0
+
+    def requeue(self, job_id: str) -> str | None:
+        """Put this process's job back into the queue; return why that cannot be done, or None."""
+        return f"{self.title} lets no user put a job back into the queue"
+
+    def kill_cause(self, text: str) -> str | None:
+        """Read in a job's output why the system ends it: a FailureCause or its own words; None if unknown."""
+        return None
+
+    def record(self, job_id: str) -> dict[str, Any] | None:
+        """Return the system's own record of a job for the run folder; None if there is no answer."""
+        return None
+
+    def record_steps(self, job_id: str) -> list[dict[str, str]] | None:
+        """Return the accounting of a job's steps for the run folder; None if there is none."""
+        return None
+
+
+SCHEDULERS: Registry[Scheduler] = registries.SCHEDULERS
+
+
+def scheduler_of(job_id: object) -> Scheduler | None:
+    """Return the system of a job by the form of its ID; None for a value that is no ID.
+
+    Nothing else passes, as a command could take it for an option.
+    """
+    if not isinstance(job_id, str | int) or isinstance(job_id, bool):
+        return None
+    return next((each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None)
+
+
+def is_job_id(value: object) -> bool:
+    """Return whether a value from a file names a job."""
+    return scheduler_of(value) is not None
+
+
+def title(job_id: str | None) -> str:
+    """Return the name of a job's system for a message."""
+    found = scheduler_of(job_id)
+    return found.title if found is not None else "the batch system"
+
+
+def query_queue(job_ids: Iterable[str]) -> JobQuery:
+    """Query the queues, one command for all jobs of a system; what is no ID is left out."""
+    return _query(job_ids, lambda system, own: system.query_queue(own))
+
+
+def query_accounting(job_ids: Iterable[str]) -> JobQuery:
+    """Query the accounting of jobs that the queues do not know."""
+    return _query(job_ids, lambda system, own: system.query_accounting(own))
+
+
+def list_jobs(job_ids: Iterable[str]) -> list[ListedJob]:
+    """List those of some jobs that their systems know; raises SlurmError if one gives no list of jobs."""
+    return [job for system, own in _by_system(job_ids) for job in system.list_jobs(own)]
+
+
+def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
+    """Return all that is known of a job, and the errors of commands that did not answer."""
+    found = scheduler_of(job_id)
+    return (None, ()) if found is None else found.find_job(job_id)
+
+
+def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
+    """Find the jobs of submissions, each token with the name of its system; raises as `Scheduler.find_submitted`."""
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for token, name in tokens.items():
+        by_name[name].append(token)
+    found: dict[str, ListedJob] = {}
+    for name, own in by_name.items():
+        if (system := SCHEDULERS.get(name)) is None:
+            raise SlurmError(name, "is no scheduler that is known here")
+        found |= system.find_submitted(own)
+    return found
+
+
+def cancel_jobs(job_ids: Sequence[str]) -> str | None:
+    """Cancel jobs, one command for all of a system; return the errors, or None."""
+    errors = [error for system, own in _by_system(job_ids) if (error := system.cancel(own)) is not None]
+    return "; ".join(errors) or None
+
+
+def _query(job_ids: Iterable[str], ask: Callable[[Scheduler, list[str]], JobQuery]) -> JobQuery:
+    found = JobQuery()
+    for system, own in _by_system(job_ids):
+        query = ask(system, own)
+        found = replace(found, jobs={**found.jobs, **query.jobs}, error=found.error or query.error)
+    return found
+
+
+def _by_system(job_ids: Iterable[str]) -> list[tuple[Scheduler, list[str]]]:
+    groups: dict[str, tuple[Scheduler, list[str]]] = {}
+    for job_id in dict.fromkeys(map(str, job_ids)):
+        if (system := scheduler_of(job_id)) is not None:
+            groups.setdefault(system.name, (system, []))[1].append(job_id)
+    return list(groups.values())

@@ -1,0 +1,117 @@
+"""SLURM: `jobs.slurm` behind the interface of a batch system."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gems.config.schema import RunSpec
+from gems.runs.folder import RunFolder
+from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
+from jobs.slurm import jobs as slurm_jobs
+from jobs.slurm import site
+from jobs.slurm.command import run_slurm
+from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE, Job, JobQuery, ListedJob
+from jobs.slurm.resources import JobSpec, Work
+
+REQUEUE_LIMIT_S = 20.0
+STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
+PERSONAL = ("UserId", "GroupId", "MailUser")
+
+
+class Slurm(Scheduler):
+    """SLURM, by sbatch, squeue, sacct, scontrol and scancel. The executor is imported when a script is written."""
+
+    name, title, program, queue_program = "slurm", "SLURM", "sbatch", SQUEUE
+    job_id_form = re.compile(slurm_jobs.JOB_NUMBER)
+    has_arrays = has_site_checks = True
+
+    def check_here(self, job: JobSpec) -> None:
+        """Raise ConfigError if there is no SLURM to submit to."""
+        from jobs.slurm.executor import need_sbatch
+
+        need_sbatch(job)
+
+    def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+        """Return the batch script of a run, by submitit."""
+        from jobs.slurm.executor import executor
+
+        return executor(spec, job, folder).script()
+
+    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+        """Submit one job, or an array with a task for each of several works."""
+        from jobs.slurm.executor import submit_job
+
+        return submit_job(spec, job, folder, works, token)
+
+    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+        """Find the jobs of submissions by the names of their batch scripts."""
+        return slurm_jobs.find_submitted(tokens)
+
+    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+        """List jobs by squeue; arrays are asked for as a whole."""
+        wholes = sorted({job_id.partition("_")[0] for job_id in job_ids}, key=int)
+        return slurm_jobs.list_jobs(f"--jobs={','.join(wholes)}")
+
+    def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
+        """Query squeue."""
+        return slurm_jobs.query_jobs(job_ids, SQUEUE)
+
+    def query_accounting(self, job_ids: Iterable[str]) -> JobQuery:
+        """Query sacct."""
+        return slurm_jobs.query_jobs(job_ids, SACCT)
+
+    def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
+        """Query sacct with the steps, or else scontrol."""
+        return slurm_jobs.find_job(job_id)
+
+    def own_job(self, job_id: str, limit_s: float) -> Job | None:
+        """Query scontrol."""
+        return slurm_jobs.query_jobs([job_id], SCONTROL, limit_s=limit_s).jobs.get(job_id)
+
+    def cancel(self, job_ids: Sequence[str]) -> str | None:
+        """Cancel jobs by one scancel."""
+        return slurm_jobs.cancel_jobs(job_ids)
+
+    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+        """Count the jobs of this user by squeue."""
+        return slurm_jobs.num_queued(partition, qos)
+
+    def max_array_tasks(self) -> int:
+        """Return what the site's configuration allows."""
+        return site.max_array_tasks()
+
+    def num_restarts(self) -> int:
+        """Return the count that SLURM gives a job that starts again."""
+        return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+    def requeue(self, job_id: str) -> str | None:
+        """Call `scontrol requeue`."""
+        error = run_slurm(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
+        return None if error is None else str(error)
+
+    def kill_cause(self, text: str) -> str | None:
+        """Read SLURM's message of the job's end."""
+        found = [each for each in map(slurm_jobs.parse_cancellation, text.splitlines()) if each and each.is_job]
+        own = [each for each in found if each.job_id == os.environ.get("SLURM_JOB_ID")]  # of a task its own one too
+        return own[-1].cause if own else None
+
+    def record(self, job_id: str) -> dict[str, Any] | None:
+        """Return the fields of `scontrol show job` except personal ones."""
+        result = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
+        if result.error is not None:
+            return None
+        fields = slurm_jobs.scontrol_fields(result.lines)
+        return {name: value for name, value in fields.items() if name not in PERSONAL}
+
+    def record_steps(self, job_id: str) -> list[dict[str, str]] | None:
+        """Return sacct's steps, if the site has accounting."""
+        words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
+        result = run_slurm(["sacct", *words])
+        steps = [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in result.lines]
+        return None if result.error else steps or None
+
+
+SCHEDULERS.register(Slurm.name, Slurm())

@@ -1,0 +1,121 @@
+"""What every batch script has, whichever system reads it: its modules, variables and program, and its submission."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gems.config.schema import ClusterConfig, RunSpec
+from gems.errors import ConfigError, TryLaterError
+from gems.runs.folder import RunFolder
+from jobs.slurm.command import SlurmError, SlurmRefusedError, run_slurm
+from jobs.slurm.jobs import ListedJob, UnclearSubmissionError
+from jobs.slurm.resources import JobSpec
+
+SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
+# Errors after which the system may have the job, as opposed to those of a connection that never came about.
+UNCLEAR = ("did not answer within", "was ended by signal", "Socket timed out", "Zero Bytes were transmitted")
+
+
+def call_submit(
+    argv: Sequence[str], environment: Mapping[str, str], cluster: ClusterConfig, system: str,
+    read_id: Callable[[str], str | None], refuse: Callable[[str], ConfigError], find: Callable[[], ListedJob | None],
+) -> str:  # fmt: skip
+    """Call the command that submits a script and return the job's ID.
+
+    `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find` looks for the job where
+    the command did not tell.
+
+    Raises:
+        UnclearSubmissionError: nobody can tell whether the system has the job.
+        TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
+        ConfigError: it refuses the job.
+    """
+    result = run_slurm(argv, limit_s=SUBMIT_LIMIT_S, environment=environment)
+    job_id = read_id(result.stdout)
+    if result.error is None and job_id is not None:
+        return job_id
+    if isinstance(result.error, SlurmRefusedError):
+        raise refuse(result.error.reason) from result.error
+    if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
+        text = f"{system} cannot be reached, and nothing is submitted ({result.error})"
+        raise TryLaterError("cluster", cluster.name, text, "try again") from result.error
+    with contextlib.suppress(SlurmError):
+        if (found := find()) is not None:
+            return found.job_id
+    what = result.error or f"{argv[0]} printed {result.stdout[:80]!r}"
+    advice = f"`jobs status` tells once {system} answers; submit again then"
+    raise UnclearSubmissionError(
+        "cluster", cluster.name, f"nobody can tell whether {system} has the job ({what})", advice
+    )
+
+
+def free_options(
+    key: str, options: Mapping[str, Any], own: Mapping[str, str], form: str, what: str, example: str,
+    lists: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Check a free map of options: true is a bare flag, false and null leave the option out.
+
+    `own` has the options that keys of their own set, `lists` those that may be given several times.
+
+    Raises:
+        ConfigError: an option that a key of its own sets, no name of one, or text that would leave its line.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in options.items():
+        option = str(name).removeprefix("--").replace("_", "-") if "-" in form else str(name).removeprefix("-")
+        full = f"{key}.{shown(str(name))}"
+        if option in own:
+            raise ConfigError(full, value, "must not be given here", f"set {own[option]}")
+        if not re.fullmatch(form, option):
+            raise ConfigError(full, value, f"is not {what}", f"as in +{key}.{example}")
+        is_list = isinstance(value, list) and option in lists
+        if isinstance(value, dict | list) and not is_list:
+            raise ConfigError(full, value, "must be one value", f"as in +{key}.{example}")
+        if not all(str(each).isprintable() for each in (value if is_list else [value])):
+            raise ConfigError(full, repr(value), "must be printable text")
+        if value is not None and value is not False:
+            checked[option] = value
+    return checked
+
+
+def module_lines(cluster: ClusterConfig) -> list[str]:
+    """Return the line that loads the site's modules; without them a run would fail less clearly."""
+    if not cluster.modules:
+        return []
+    return [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"]
+
+
+def export_lines(values: Mapping[str, object]) -> list[str]:
+    """Return the lines that set variables; raise ConfigError for what is no name or no value of one."""
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"cluster.environment.{shown(name)}", value, "is not the name of a variable")
+        if "\0" in str(value):
+            raise ConfigError(f"cluster.environment.{name}", repr(value), "must have no NUL character")
+    return [f"export {name}={shlex.quote(str(value))}" for name, value in values.items()]
+
+
+def check_path(spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]) -> None:
+    """Raise ConfigError for a run folder that a batch system or Python would read as something else.
+
+    `forbidden` has the texts that the system interprets, with the words for them in the message.
+    """
+    path = str(folder.path)
+    if not path.isprintable() or any(text in path for text in forbidden):
+        is_name = any(text in spec.name for text in forbidden)
+        key, value = ("name", spec.name) if is_name else ("runs_dir", spec.runs_dir)
+        words = ", ".join(dict.fromkeys(forbidden.values()))
+        raise ConfigError(key, shown(value), f"must have no {words} or line break, which {system} interprets in paths")
+    if job.snapshot and ":" in path:
+        key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
+        text = "must have no ':', which separates the folders that Python imports from"
+        raise ConfigError(key, value, text, "change it, or set cluster.archive_code=false")
+
+
+def shown(name: str) -> str:
+    """Return a name as it can be printed on a line."""
+    return name if name.isprintable() else repr(name)
