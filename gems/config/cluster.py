@@ -49,8 +49,8 @@ def _word(help: str, in_run_id: bool = True) -> str | None:
     return text(None, help, accepts=_is_word, form=f"{LINE}, or null", in_run_id=in_run_id)
 
 
-def _lines(help: str) -> list[str]:
-    return text([], help, accepts=str.isprintable, form=LINE)
+def _lines(help: str, in_run_id: bool = True) -> list[str]:
+    return text([], help, accepts=str.isprintable, form=LINE, in_run_id=in_run_id)
 
 
 @dataclass(slots=True)
@@ -116,6 +116,10 @@ class ClusterConfig:
     environment: dict[str, str] = text({}, "environment variables of the ranks")
     sbatch: dict[str, Any] = text({}, "more options of sbatch")
     srun: list[str] = _lines("more options of srun")
+    flux_batch: dict[str, Any] = text({}, "more options of flux batch", in_run_id=False)
+    flux_run: list[str] = _lines("more options of flux run", in_run_id=False)
+    qsub: dict[str, Any] = text({}, "more options of qsub by letter, and resources of -l by name", in_run_id=False)
+    mpiexec: list[str] = _lines("more options of the site's mpiexec (launcher hydra or pals)", in_run_id=False)
     container: str = choice("none", CONTAINERS, "the site's container runtime, used with cluster.container_image")
     container_image: str | None = text(
         None, "image that ranks run in", accepts=lambda word: word.isprintable() and not word.startswith("-"),

@@ -25,8 +25,8 @@ from gems.errors import ConfigError
 from gems.utils.process_tree import end_family
 
 LEFTOVERS = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SUBMITIT_", "PMI", "HYDI_", "MPI_LOCAL",
-             "OMPI_COMM_WORLD_", "PALS_")  # fmt: skip
-KEPT = ("SLURM_CONF", "PMIX_MCA_")
+             "OMPI_COMM_WORLD_", "PALS_", "PBS_", "FLUX_")  # fmt: skip
+KEPT = ("SLURM_CONF", "PMIX_MCA_", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT", "PBS_EXEC")
 GRACE_S = 5.0
 POLL_S = 0.1
 TAIL_LINES = 200
@@ -108,7 +108,8 @@ def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what an enclosing allocation or MPI process left in it.
 
     mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the script's own
-    lines, and PMI_* makes a process believe that it is a rank of another world. SLURM_CONF stays.
+    lines, and PMI_* makes a process believe that it is a rank of another world. By
+    PBS_NODEFILE mpiexec finds the nodes of a job. What finds a server, as SLURM_CONF, stays.
     """
     return {
         name: value for name, value in environment.items() if name.startswith(KEPT) or not name.startswith(LEFTOVERS)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")  # of a run that h
 FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
 CLOCKS_S = 5.0  # by which clocks of nodes may differ
 TRIES = 5
+FLUX_VARIABLE = "FLUX_ENCLOSING_ID"  # the job that has the Flux instance of a batch script
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -39,7 +41,7 @@ NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EM
 class Owner:
     """A row of a run folder's owners: a job if `job_id` is known, else the process; `number` is the file's.
 
-    `token` names one submission: it is in the name of the batch script, by which squeue finds the job.
+    `token` names one submission: it is known to the batch system too, which finds the job by it.
     """
 
     number: int
@@ -79,9 +81,21 @@ Verify = Callable[[RunFolder, Owner], None]
 
 
 def own_job_id() -> str | None:
-    """Return the number of the job that this process is in, as 41_7 in a job array; None outside of one."""
+    """Return the ID of the job that this process is in, as 41_7 in a job array of SLURM's; None outside of one.
+
+    A Flux instance may run in a job of another system, and not the other way round.
+    """
+    if flux_id := os.environ.get(FLUX_VARIABLE):
+        return ascii_flux_id(flux_id)
+    if pbs_id := os.environ.get("PBS_JOBID"):
+        return pbs_id
     task = [os.environ.get(name) for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
     return "_".join(map(str, task)) if all(task) else os.environ.get("SLURM_JOB_ID")
+
+
+def ascii_flux_id(text: str) -> str:
+    """Return an ID of Flux's in the form of plain letters; its own begins with the sign of the florin."""
+    return re.sub(r"^[^\x00-\x7f]+", "f", text)
 
 
 def is_alive_here(record: Mapping[str, Any]) -> bool | None:

@@ -126,6 +126,9 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     """
     from jobs.slurm.executor import executor, need_sbatch, without_enclosing_job
 
+    if spec.cluster.scheduler != "slurm":
+        text = "is probed by the first job of a run, not by this command"
+        raise ConfigError("cluster.scheduler", spec.cluster.scheduler, text, "submit a run")
     check_submission(spec.cluster)
     need_sbatch(job)
     nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)

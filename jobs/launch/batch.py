@@ -1,9 +1,11 @@
-"""What runs in a SLURM batch script, on the first node of the allocation."""
+"""What runs in a batch script, on the first node of the allocation."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from gems.utils.stdio import report
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.launch.own_job import hand_over, is_over, num_restarts
+from jobs.slurm.resources import TOKEN_VARIABLE
 from jobs.status.ownership import read_chain
 
 SUBMITTED_LIMIT_S = 60.0
@@ -130,3 +133,14 @@ def claim(folder: RunFolder, token: str) -> Owner | None:
         with contextlib.suppress(TryLaterError):
             take(folder, token=token, job_id=own_job_id())
     return _other_owner(folder, token)
+
+
+def main(run_folders: list[str]) -> None:
+    """Run the job of a batch script that calls this module with its run folders; submitit calls BatchJob by itself."""
+    # Flux ends a batch script by SIGHUP
+    signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    BatchJob(tuple(run_folders), os.environ.get(TOKEN_VARIABLE, ""))()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -77,6 +77,37 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     ]
 
 
+def by_flux(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
+    """Return the command line for one job of all ranks in the Flux instance of a batch script.
+
+    GPUs that do not divide among a node's ranks are not asked for again: the instance has them. Unless the preset binds
+    GPUs, all of a node are visible to each of its ranks, as by srun.
+    """
+    cluster = job.cluster
+    per_rank, rest = divmod(job.gpus_per_node, job.tasks_per_node)
+    asks = job.gpu_option is not None and per_rank and not rest
+    affinity = "off" if not asks or cluster.gpu_bind in (None, "none") else "per-task"
+    return [
+        "flux", "run", f"--nodes={job.nodes}", f"--ntasks={job.tasks}", f"--cores-per-task={job.cpus_per_task}",
+        *([f"--gpus-per-task={per_rank}"] if asks else []),
+        *("--label-io", "--unbuffered", "--setopt=exit-on-error", f"--setopt=gpu-affinity={affinity}"),
+        *cluster.flux_run, *(program or rank_program(job, folder)),
+    ]  # fmt: skip
+
+
+def by_hydra(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
+    """Return the command line of the site's mpiexec, MPICH's or Intel's, which finds the job's nodes by itself."""
+    shape = ["mpiexec", "-n", str(job.tasks), "-ppn", str(job.tasks_per_node)]
+    return [*shape, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
+
+
+def by_pals(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
+    """Return the command line of HPE Cray's mpiexec (PALS), each rank bound to its CPUs."""
+    shape = ["mpiexec", "-n", str(job.tasks), "--ppn", str(job.tasks_per_node)]
+    depth = ["--depth", str(job.cpus_per_task), "--cpu-bind", "depth"]
+    return [*shape, *depth, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
+
+
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line of the one process that simulates all ranks."""
     return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
@@ -184,3 +215,6 @@ LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS
 LAUNCHERS.register("mpiexec", by_mpiexec)
 LAUNCHERS.register("srun", by_srun)
 LAUNCHERS.register("ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)])  # the site's own
+LAUNCHERS.register("flux", by_flux)
+LAUNCHERS.register("hydra", by_hydra)
+LAUNCHERS.register("pals", by_pals)

@@ -12,7 +12,7 @@ from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
-from jobs.launch.launchers import by_srun, rank_program
+from jobs.launch.launchers import by_flux, by_hydra, by_pals, by_srun, rank_program
 from jobs.preflight.known_probe import RANKS, describe_probe, keep_probe, needs_probe
 from jobs.slurm.resources import JobSpec
 from jobs.status.run_status import read_or_empty
@@ -59,7 +59,10 @@ def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
     program = rank_program(job, folder, "gems.engine.transport.probe", *words)
     if job.launcher == "ibrun":
         return ["ibrun", "-n", str(RANKS), *program]  # the first tasks of the allocation
-    return mpiexec_argv(RANKS, program) if job.launcher == "mpiexec" else by_srun(_pair(job), folder, program)
+    if job.launcher == "mpiexec":
+        return mpiexec_argv(RANKS, program)
+    by = {"flux": by_flux, "hydra": by_hydra, "pals": by_pals}.get(job.launcher, by_srun)
+    return by(_pair(job), folder, program)
 
 
 def probe_json(folder: RunFolder) -> Path:

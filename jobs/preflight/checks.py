@@ -100,9 +100,7 @@ def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) 
     away = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
     scheduler = SCHEDULERS[spec.cluster.scheduler]
     if not scheduler.has_site_checks:
-        yield Check(
-            "site", None, f"not asked: only SLURM tells its queues and accounts; {scheduler.title} checks the job"
-        )
+        yield Check("site", None, f"not asked: {scheduler.title} itself checks queue and account at submission")
         return
     partitions = cache(partial(query_partitions, spec.cluster.partition))
     looks: dict[str, Callable[[], Outcome]] = {

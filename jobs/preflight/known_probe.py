@@ -21,8 +21,8 @@ RANKS = 2
 MPI_MACHINES = ("real", "emulated")  # kinds of machine whose ranks speak MPI
 # The keys of a cluster by which ranks are started. The same values, the same answer.
 CLUSTER_KEYS = (
-    "name", "launcher", "partition", "mpi", "modules", "setup", "environment", "srun", "gpu_request", "gpu_bind",
-    "container", "container_image", "container_options",
+    "name", "scheduler", "launcher", "partition", "mpi", "modules", "setup", "environment", "srun", "flux_run",
+    "mpiexec", "gpu_request", "gpu_bind", "container", "container_image", "container_options",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Scheduler(ABC):
     title: ClassVar[str]
     program: ClassVar[str]  # the command that submits
     queue_program: ClassVar[str]  # the one that tells of jobs
+    cancel_program: ClassVar[str]
     job_id_form: ClassVar[re.Pattern[str]]
     has_arrays: ClassVar[bool] = False
     has_site_checks: ClassVar[bool] = False

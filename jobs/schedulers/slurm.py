@@ -25,6 +25,7 @@ class Slurm(Scheduler):
     """SLURM, by sbatch, squeue, sacct, scontrol and scancel. The executor is imported when a script is written."""
 
     name, title, program, queue_program = "slurm", "SLURM", "sbatch", SQUEUE
+    cancel_program = "scancel"
     job_id_form = re.compile(slurm_jobs.JOB_NUMBER)
     has_arrays = has_site_checks = True
 

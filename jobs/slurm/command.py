@@ -16,7 +16,7 @@ UNREACHABLE = (
     "Unable to contact slurm controller", "Could not establish a configuration source", "slurmdbd", "connect failure",
     "Unable to process configuration", "Socket timed out", "Zero Bytes were transmitted", "Connection refused",
     "Slurm accounting storage is disabled", "not running a supported accounting_storage plugin",
-    "Resource temporarily unavailable",
+    "Resource temporarily unavailable", "cannot connect to server", "Unable to connect to Flux",
 )  # fmt: skip
 
 

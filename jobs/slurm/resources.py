@@ -16,7 +16,8 @@ from gems.runs.owner import own_job_id
 SIMULATED = "simulated"
 PROBE = "probe"
 CODE, IMAGE = STAGED
-BATCH = ("srun", "ibrun")  # launchers that work inside an allocation
+OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}  # launchers that work in jobs of one batch system
+TOKEN_VARIABLE = "GEMS_SUBMISSION"  # of a job that has the token of its submission in its environment
 
 
 class Work(Protocol):
@@ -66,12 +67,12 @@ class JobSpec:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a job of SLURM's."""
-        return self.launcher in BATCH
+        """Whether it is a job of a batch system's, and not a run of this machine."""
+        return _is_batch(self.launcher, self.cluster)
 
     @property
     def gpu_option(self) -> tuple[str, str] | None:
-        """The option, the same for sbatch and srun, that asks for the GPUs, and its value."""
+        """The option, the same for sbatch and srun, that asks for GPUs, and its value; None if none are asked for."""
         request = self.cluster.gpu_request
         if not self.gpus_per_node or request == "none":
             return None
@@ -123,6 +124,11 @@ class JobSpec:
         )
 
 
+def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
+    """Return whether a launcher's ranks run in a job; SLURM is every cluster's default, that of this machine too."""
+    return launcher != SIMULATED and (cluster.scheduler != "slurm" or OF_SYSTEM.get(launcher) == "slurm")
+
+
 def job_spec(spec: RunSpec) -> JobSpec:
     """Return the resources of a run; raise ConfigError for mpiexec on several nodes or a malformed cluster.python."""
     cluster = spec.cluster
@@ -130,6 +136,10 @@ def job_spec(spec: RunSpec) -> JobSpec:
     python: tuple[str, ...] = (sys.executable,)
     if spec.machine.kind == SIMULATED:
         return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
+    system = OF_SYSTEM.get(cluster.launcher, cluster.scheduler)
+    if system != cluster.scheduler:
+        text = f"starts ranks in jobs of cluster.scheduler={system} alone, and this one's is {cluster.scheduler}"
+        raise ConfigError("cluster.launcher", cluster.launcher, text, "change one of them")
     if cluster.launcher == "mpiexec" and nodes > 1:
         text = "must be 1 with cluster.launcher=mpiexec, which starts ranks here"
         raise ConfigError("cluster.nodes", nodes, text, "use cluster=slurm")
@@ -142,9 +152,9 @@ def job_spec(spec: RunSpec) -> JobSpec:
             raise ConfigError("cluster.python", repr(cluster.python), "must name an interpreter", "or leave it out")
     elif cluster.container_image is not None:
         python = ("python3",)
-    tasks = spec.world_size
+    tasks, is_batch = spec.world_size, _is_batch(cluster.launcher, cluster)
     return JobSpec(
         spec.name, cluster.launcher, cluster, nodes, tasks, cluster.ranks_per_node or tasks, cluster.cpus_per_rank,
-        cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and cluster.launcher in BATCH,
+        cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and is_batch,
         is_probe=spec.machine.kind == PROBE,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _refusal(run: RunStatus) -> str | None:
         scheduler, name = scheduler_of(job_id), run_name(run.folder.path).strip()
         if scheduler is None or run.job_name in (None, scheduler.job_name(name)):
             return None
-        return f"job {job_id} is called {run.job_name!r}: `scancel {job_id}` if you mean all of it"
+        return f"job {job_id} is called {run.job_name!r}: `{scheduler.cancel_program} {job_id}` if you mean all of it"
     if "job_id" in status:
         return f"its job_id {status['job_id']!r} is no job's ID"
     if run.recorded_state == SUBMITTING:

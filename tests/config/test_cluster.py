@@ -26,10 +26,12 @@ def check(cluster: ClusterConfig) -> None:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"launcher": "mpirun"}, r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun; .*; did you mean "),
+        ({"launcher": "mpirun"},
+        r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun, flux, hydra, pals; .*; did you mean "),
         ({"gpu_request": "gpus"},
         r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none; .*; did you mean "),
         ({"signal_before_end_s": 70000}, r"^cluster\.signal_before_end_s=70000: must be at most 65535; "),
+        ({"scheduler": "lsf"}, r"^cluster\.scheduler=lsf: allowed: slurm, flux, pbs; "),
         ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be 0 or more; "),
         ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
         ({"gpu_bind": "single"}, r"^cluster\.gpu_bind='single': "),
@@ -123,7 +125,7 @@ def test_limits_on_the_command_line() -> None:
 
 @pytest.mark.parametrize("name", options_of("cluster"))
 def test_a_preset_names_its_sources_and_that_limits_change(name: str) -> None:
-    if name in ("local", "mini", "slurm"):
+    if name in ("local", "mini", "slurm", "flux", "pbs"):
         return
     said = "".join(line for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#")
     assert "From " in said and "20" in said.partition("From ")[2], "source and date"

@@ -17,7 +17,7 @@ from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.launchers import command
-from jobs.slurm.executor import executor
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import job_spec
 from tests.jobs.job_helpers import ROOT
@@ -32,7 +32,7 @@ def shown(spec: RunSpec) -> str:
     """Return what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
     job, folder = job_spec(spec), RunFolder.of(spec)
     check_limits(spec, job)
-    script = executor(spec, job, folder).script()
+    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder)
     text = f"{script}\n# {job.summary()}\n# the script runs:\n# {shlex.join(command(job, folder))}\n"
     for path, name in ((str(folder.path), "RUN_FOLDER"), (sys.executable, "PYTHON"), (str(ROOT), "CODE")):
         text = text.replace(path, name)

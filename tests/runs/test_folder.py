@@ -32,7 +32,8 @@ ASIDE = (
     "cluster.charge_per", "cluster.charge_rate", "cluster.charge_unit", "cluster.minutes", "cluster.account",
     "cluster.exclude", "cluster.archive_code", "cluster.array", "cluster.runs_per_job",
     "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
-    "cluster.scheduler",
+    "cluster.scheduler", "cluster.flux_batch",
+    "cluster.flux_run", "cluster.qsub", "cluster.mpiexec",
     "cluster.stage", "cluster.stage_dir", "cluster.stage_above_nodes",
     "cluster.elastic", "cluster.elastic_wait_h", "cluster.spare_nodes", "cluster.check_nodes",
 )  # fmt: skip

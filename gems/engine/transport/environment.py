@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK")
 LOCAL_RANK_VARIABLES = (  # SLURM's last: it is that of the job's one task where a user's own mpiexec starts the ranks
     "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID",
+    "FLUX_TASK_LOCAL_ID",
 )  # fmt: skip
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
 NETMOD_VARIABLES = (NETMOD, "MPICH_CH4_NETMOD", "MPIR_PARAM_CH4_NETMOD")  # MPICH reads each of them

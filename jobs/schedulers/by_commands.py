@@ -1,0 +1,178 @@
+"""Batch systems that run a script of ours as it is, and whose one query tells all that is known of a user's jobs.
+
+A submission's token is in the job's environment, and where the system's query shows it; the script itself has none, so
+that a dry run prints what is submitted.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gems.config.schema import ClusterConfig, RunSpec
+from gems.errors import ConfigError, TryLaterError
+from gems.launch.local_launcher import without_leftovers
+from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
+from jobs.schedulers.scheduler import Scheduler
+from jobs.slurm.command import SlurmError
+from jobs.slurm.jobs import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
+from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec, Work
+from jobs.slurm.script import call_submit, check_path, export_lines, module_lines
+
+PROGRAM = "jobs.launch.batch"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJob:
+    """A job of this user's: what is known of it, the token of its submission if it is ours, and its queue."""
+
+    job_id: str
+    job: Job
+    token: str = ""
+    queue: str = ""
+
+    def listed(self) -> ListedJob:
+        """Return the job as a line of a list; its script is the system's own copy."""
+        return ListedJob(self.job_id, self.job.state, "")
+
+
+class ByCommands(Scheduler):
+    """A batch system of which a subclass knows the directives, the commands and what they print."""
+
+    first_line: ClassVar[str] = "#!/bin/bash"
+    sentinel: ClassVar[str]
+    forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
+    full: ClassVar[tuple[str, ...]] = ()  # what the system says if the queue takes no more jobs now
+
+    @abstractmethod
+    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
+        """Return the options of a job, one or more words of a line each."""
+
+    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
+        """Return the lines that the system needs before all others."""
+        return []
+
+    @abstractmethod
+    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
+        """Return the command that submits a script, without the script."""
+
+    @abstractmethod
+    def read_id(self, text: str) -> str | None:
+        """Return the job's ID in what the command that submits prints; None if there is none."""
+
+    @abstractmethod
+    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
+        """Return this user's jobs, or those of some that are known; raise SlurmError if there is no list of jobs."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a command that submits."""
+        return without_leftovers(os.environ)
+
+    def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+        """Return the batch script of a run."""
+        return self._script(spec, job, folder, (str(folder.path),))
+
+    def _script(self, spec: RunSpec, job: JobSpec, folder: RunFolder, runs: Sequence[str]) -> str:
+        cluster = spec.cluster
+        for path in dict.fromkeys((str(folder.path), *runs)):
+            check_path(spec, job, RunFolder(Path(path)), self.title, self.forbidden)
+        for key, text in (("cluster.partition", cluster.partition), ("cluster.account", cluster.full_account)):
+            if text is not None and (not text.isprintable() or len(text.split()) != 1):
+                raise ConfigError(key, repr(text), "must be one word")
+        code = [str(RunFolder(Path(runs[0])).code_zip)] if job.snapshot else ["-m"]
+        lines = [
+            self.first_line, *(f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)), "",
+            *self.prologue(spec, job), *module_lines(cluster), *cluster.setup, *export_lines(cluster.environment),
+            # exec: signals and the exit code are then the launching process's, not the shell's
+            f"exec {shlex.join([sys.executable, '-u', *code, PROGRAM, *runs])}", "",
+        ]  # fmt: skip
+        return "\n".join(lines)
+
+    def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
+        """Submit one job for prepared runs; there are no arrays."""
+        (work,) = works
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        script, text = script_path(folder.logs, token), self._script(spec, job, folder, work.run_folders)
+        for path in work.run_folders:
+            RunFolder(Path(path)).job_sh.write_text(text)
+        script.write_text(text)
+        argv = [*self.submit_argv(spec, token), str(script)]
+        try:
+            job_id = call_submit(
+                argv, self.environment() | {TOKEN_VARIABLE: token}, spec.cluster, self.title, self.read_id,
+                lambda reason: self._refusal(spec.cluster, reason), lambda: self.find_submitted([token]).get(token),
+            )  # fmt: skip
+        except UnclearSubmissionError:
+            raise
+        except ConfigError:
+            script.unlink()
+            raise
+        if spec.cluster.signal_before_end_s and not is_warned(job):
+            early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
+            report("jobs", f"cluster.minutes={job.minutes} is too short to save {early}: the run is killed at its end")
+        return job_id
+
+    def _refusal(self, cluster: ClusterConfig, reason: str) -> ConfigError:
+        is_full = any(text in reason for text in self.full)
+        kind, text = TryLaterError if is_full else ConfigError, f"{self.program} refuses the job: {reason}"
+        return kind("cluster", cluster.name, text, "see cluster.partition, cluster.account and cluster.minutes")
+
+    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+        """Find the jobs of submissions by their tokens, of a token an active job if there is any."""
+        wanted = set(tokens)
+        found = sorted(self.fetch(), key=lambda each: each.job.is_active)
+        return {each.token: each.listed() for each in found if each.token in wanted}
+
+    def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
+        """List those of some jobs that the system knows."""
+        return [each.listed() for each in self._fetch_some(job_ids)]
+
+    def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
+        """Query some jobs, those that have ended too as long as the system remembers them."""
+        return self._query(job_ids)
+
+    def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
+        """Return what the system knows of a job."""
+        query = self._query([job_id])
+        if job_id in query.jobs:
+            return query.jobs[job_id], ()
+        return None, (query.error or f"{self.title} does not know job {job_id}",)
+
+    def own_job(self, job_id: str, limit_s: float) -> Job | None:
+        """Query the job that this process is in."""
+        return self._query([job_id], limit_s).jobs.get(job_id)
+
+    def record(self, job_id: str) -> dict[str, Any] | None:
+        """Return what the system knows of a job."""
+        job = self._query([job_id]).jobs.get(job_id)
+        return None if job is None else {name: str(value) for name, value in asdict(job).items() if value}
+
+    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+        """Count this user's jobs that wait or run in a queue, or in all."""
+        try:
+            found = self.fetch()
+        except SlurmError:
+            return None
+        return sum(each.job.is_active and partition in (None, each.queue) for each in found)
+
+    def _query(self, job_ids: Iterable[str], limit_s: float | None = None) -> JobQuery:
+        try:
+            return JobQuery({each.job_id: each.job for each in self._fetch_some(job_ids, limit_s)})
+        except SlurmError as error:
+            return JobQuery(error=str(error))
+
+    def _fetch_some(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[FoundJob]:
+        wanted = dict.fromkeys(job_ids)
+        return [each for each in self.fetch([*wanted], limit_s) if each.job_id in wanted] if wanted else []
+
+
+def is_warned(job: JobSpec) -> bool:
+    """Return whether a job is long enough for a signal before its end, in the second half of its time."""
+    return 0 < 2 * job.cluster.signal_before_end_s <= 60 * job.minutes

@@ -1,0 +1,170 @@
+"""Flux: `flux batch`, `flux jobs` and `flux cancel`.
+
+A batch script runs as the initial program of a Flux instance of its own, in which `flux run` starts the ranks. From in
+there the instance that has the job, and others of the user, is the parent. Job IDs are the ASCII form of F58: f2kPq7.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.launch.local_launcher import without_leftovers
+from gems.runs.folder import RunFolder
+from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
+from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.command import QUERY_LIMIT_S, SlurmUnavailableError, run_slurm
+from jobs.slurm.jobs import Job
+from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
+from jobs.slurm.script import free_options
+
+JOB_ID = "f[1-9A-HJ-NP-Za-km-z]{1,12}"
+OWN_KEYS = {
+    "nodes": "cluster.nodes", "nslots": "parallel.partitions and parallel.replicas",
+    "cores-per-slot": "cluster.cpus_per_rank", "gpus-per-slot": "cluster.gpus_per_node",
+    "time-limit": "cluster.minutes", "queue": "cluster.partition", "bank": "cluster.account", "job-name": "name",
+    "output": "runs_dir", "error": "runs_dir",
+}  # fmt: skip
+REPEATED = ("setattr", "setopt", "env", "env-remove", "requires", "dependency", "flags", "conf", "broker-opts")
+# A column of `flux jobs` -> its heading, which shows that an answer is a list. The name is last: it may hold anything.
+COLUMNS = {
+    "id.f58plain": "JOBID", "state": "STATE", "result": "RESULT", "returncode": "RC", "t_run": "T_RUN",
+    "t_inactive": "T_INACTIVE", "expiration": "EXPIRATION", "nodelist": "NODELIST", "dependencies": "DEPENDENCIES",
+    "exception.type": "EXCEPTION-TYPE", "queue": "QUEUE", "name": "NAME",
+}  # fmt: skip
+STATES = {
+    "NEW": "PENDING", "DEPEND": "PENDING", "PRIORITY": "PENDING", "SCHED": "PENDING", "RUN": "RUNNING",
+    "CLEANUP": "COMPLETING", "INACTIVE": "",
+}  # fmt: skip
+RESULTS = {"COMPLETED": "COMPLETED", "FAILED": "FAILED", "CANCELED": "CANCELLED", "TIMEOUT": "TIMEOUT"}
+INACTIVE = "job is inactive"
+
+
+class Flux(ByCommands):
+    """Flux, whose system instance may remember ended jobs for a while only."""
+
+    name, title, program, queue_program = "flux", "Flux", "flux", "flux jobs"
+    cancel_program = "flux cancel"
+    job_id_form = re.compile(JOB_ID)
+    sentinel = "# flux:"
+    forbidden: ClassVar[Mapping[str, str]] = {"{{": "'{{'", "\\": "'\\'"}
+
+    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
+        """Return the options of `flux batch`: a slot for each node, with all that its ranks use."""
+        cluster = spec.cluster
+        free = free_options(
+            "cluster.flux_batch", cluster.flux_batch, OWN_KEYS, r"[a-z][a-z0-9-]*",
+            "the long name of an option of flux batch", "exclusive=true", REPEATED,
+        )  # fmt: skip
+        if any("\\" in str(value) for value in free.values()):
+            raise ConfigError("cluster.flux_batch", free, "must have no '\\', which Flux interprets")
+        own: list[tuple[str, Any]] = [
+            ("job-name", spec.name), ("nodes", job.nodes), ("nslots", job.nodes),
+            ("cores-per-slot", job.tasks_per_node * job.cpus_per_task),
+        ]  # fmt: skip
+        if job.gpu_option is not None:
+            own.append(("gpus-per-slot", job.gpus_per_node))
+        own.append(("time-limit", f"{job.minutes}m"))
+        if cluster.partition is not None:
+            own.append(("queue", cluster.partition))
+        if cluster.full_account is not None:
+            own.append(("bank", cluster.full_account))
+        own.append(("output", f"{folder.logs}/{{{{id.f58plain}}}}_0_log.out"))
+        if "signal" not in free and is_warned(job):
+            own.append(("signal", f"SIGUSR2@{cluster.signal_before_end_s}s"))
+        if job.after is not None:
+            own.append(("dependency", f"afterany:{job.after}"))
+        if cluster.exclude:
+            own.append(("requires", f"-host:{','.join(dict.fromkeys(cluster.exclude))}"))
+        values = [
+            (name, each) for name, value in free.items() for each in (value if isinstance(value, list) else [value])
+        ]
+        return [
+            f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}" for name, value in [*own, *values]
+        ]
+
+    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
+        """Return the line that names the job: not every release does."""
+        return [f'export {FLUX_VARIABLE}="$(flux getattr jobid)"']
+
+    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
+        """Return the command; the token ends the job's name, which `flux jobs` shows."""
+        variables = [f"--env=-{FLUX_VARIABLE}", f"--env={TOKEN_VARIABLE}={token}"]
+        return [*_flux("batch"), f"--job-name={spec.name}.{token}", *variables]
+
+    def read_id(self, text: str) -> str | None:
+        """Return the ID that `flux batch` prints, in either form."""
+        words = text.split()
+        job_id = ascii_flux_id(words[-1]) if words else ""
+        return job_id if self.job_id_form.fullmatch(job_id) else None
+
+    def environment(self) -> dict[str, str]:
+        """Return this process's environment with Flux's own variables, by which the command finds its instance."""
+        return without_leftovers(os.environ) | _own_variables()
+
+    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
+        """Return all of this user's jobs: asked for one that it has forgotten, `flux jobs` fails."""
+        columns = "|".join(f"{{{column}}}" for column in COLUMNS)
+        argv = [*_flux("jobs"), "-a", "--count=0", "--color=never", f"--format={columns}"]
+        result = run_slurm(argv, limit_s=limit_s, environment=self.environment() | {"LC_ALL": "C.UTF-8"})
+        if result.error is not None:
+            raise result.error
+        rows = [line.split("|", len(COLUMNS) - 1) for line in result.lines]
+        if not rows or [*map(str.strip, rows[0])] != [*COLUMNS.values()]:
+            raise SlurmUnavailableError("flux jobs", "printed no list of jobs")
+        return [_found(row) for row in rows[1:]]
+
+    def cancel(self, job_ids: Sequence[str]) -> str | None:
+        """Cancel jobs by one `flux cancel`."""
+        result = run_slurm([*_flux("cancel"), *job_ids], limit_s=QUERY_LIMIT_S, environment=self.environment())
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        if result.error is None or (lines and all(INACTIVE in line for line in lines)):
+            return None
+        return str(result.error)
+
+
+def _flux(verb: str) -> list[str]:
+    """Return a command of the instance that has the user's jobs: from within one of them, the parent."""
+    return ["flux", *(["--parent"] if os.environ.get(FLUX_VARIABLE) else []), verb]
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("FLUX_")}
+
+
+def _found(row: Sequence[str]) -> FoundJob:
+    """Read a line of `flux jobs`; raise SlurmUnavailableError if it is none."""
+    values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
+    state = STATES.get(values.get("state", ""))
+    if state == "":
+        state = RESULTS.get(values.get("result", ""))
+    if len(row) != len(COLUMNS) or state is None or not re.fullmatch(JOB_ID, values["id.f58plain"]):
+        raise SlurmUnavailableError("flux jobs", f"printed {'|'.join(row)[:80]!r}, which is no job")
+    name, _, token = values["name"].rpartition(".")
+    if not re.fullmatch(r"[0-9a-f]{16}", token):
+        name, token = values["name"], ""
+    end = values["expiration"] if state == "RUNNING" else values["t_inactive"]
+    job = Job(
+        state, "flux jobs", values["dependencies"] or values["exception.type"], _utc(values["t_run"]), name,
+        exit_code=values["returncode"], nodes=values["nodelist"], end_utc=_utc(end),
+    )  # fmt: skip
+    return FoundJob(values["id.f58plain"], job, token, values["queue"])
+
+
+def _utc(text: str) -> datetime | None:
+    """Return a time of Flux's, in seconds; 0 and nothing are none."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return datetime.fromtimestamp(seconds, UTC) if seconds > 0 else None
+
+
+SCHEDULERS.register(Flux.name, Flux())

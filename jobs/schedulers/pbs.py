@@ -1,0 +1,232 @@
+"""PBS Professional and OpenPBS: qsub, qselect, qstat and qdel.
+
+PBS sends no signal before the end: the script does. Only an operator may put a job back into the queue (qrerun), so a
+run that is to continue is submitted as a new job; PBS itself reruns a job whose node has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar
+
+from gems.config.schema import ClusterConfig, RunSpec
+from gems.errors import ConfigError
+from gems.runs.failure_cause import FailureCause
+from gems.runs.folder import RunFolder
+from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.command import CommandResult, SlurmUnavailableError, run_slurm
+from jobs.slurm.jobs import Job
+from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
+from jobs.slurm.script import free_options
+
+JOB_ID = r"[0-9]{1,18}\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}"
+MAX_NAME = 15  # characters that older releases take; OpenPBS takes 230
+SPACE = "space"
+OWN_KEYS = {
+    "N": "name", "q": "cluster.partition", "A": "cluster.account", "j": "runs_dir", "o": "runs_dir", "e": "runs_dir",
+    "v": "cluster.environment",
+    "l": "the resource by its own name", "J": "study=, each point is a job of its own",
+    "walltime": "cluster.minutes", "ncpus": "cluster.cpus_per_rank", "mpiprocs": "cluster.ranks_per_node",
+    "ngpus": "cluster.gpus_per_node", "nodes": "cluster.nodes",
+}  # fmt: skip
+STATES = {
+    "Q": "PENDING", "H": "PENDING", "W": "PENDING", "T": "PENDING", "R": "RUNNING", "B": "RUNNING", "E": "COMPLETING",
+    "S": "SUSPENDED", "U": "SUSPENDED", "F": "", "X": "",
+}  # fmt: skip
+KILLED_BY_WALLTIME = -29
+BY_SIGTERM = (143, 271)  # 128 and 256 and the signal, by release
+KILL = re.compile(r"=>> PBS: job killed: (?P<why>.*)")
+UNKNOWN_JOB, HAS_FINISHED, NO_HISTORY = "Unknown Job Id", "has finished", "not configured to maintain job history"
+CHUNK = 200  # jobs of one command line
+
+
+class Pbs(ByCommands):
+    """PBS Professional or OpenPBS."""
+
+    name, title, program, queue_program = "pbs", "PBS", "qsub", "qstat"
+    cancel_program = "qdel"
+    job_id_form = re.compile(JOB_ID)
+    first_line = "#!/bin/bash -l"  # PBS passes on no environment, so that modules come from the login shell's files
+    sentinel = "#PBS"
+    forbidden: ClassVar[Mapping[str, str]] = {
+        " ": SPACE, ",": "','", ":": "':'", "'": "quote", '"': "quote", "\\": "'\\'", "^": "'^'", "$": "'$'",
+    }  # fmt: skip
+    full = ("Maximum number of jobs", "would exceed", "exceed limit")
+
+    def job_name(self, name: str) -> str:
+        """Return a name of letters that every release takes, cut to its length."""
+        plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", name)
+        return (plain if plain[:1].isalpha() else f"g{plain}")[:MAX_NAME]
+
+    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
+        """Return the options of qsub: a chunk for each node, with all that its ranks use."""
+        cluster, (free, resources, chunk) = spec.cluster, _free(spec.cluster)
+        if cluster.exclude:
+            text = "PBS has no option that leaves nodes out"
+            raise ConfigError("cluster.exclude", cluster.exclude, text, "ask the site for a resource of good nodes")
+        select = f"{job.nodes}:ncpus={job.tasks_per_node * job.cpus_per_task}:mpiprocs={job.tasks_per_node}"
+        if job.gpu_option is not None:
+            select += f":ngpus={job.gpus_per_node}"
+        own = [f"-N {self.job_name(spec.name)}", f"-l select={select}{chunk}"]
+        resources = {"place": "scatter", **resources}
+        own += [f"-l {name}={value}" for name, value in resources.items()]
+        own.append(f"-l walltime={job.minutes // 60:02}:{job.minutes % 60:02}:00")
+        if cluster.partition is not None:
+            own.append(f"-q {cluster.partition}")
+        if cluster.full_account is not None:
+            own.append(f"-A {cluster.full_account}")
+        own += ["-j oe", f"-o {folder.logs}/"]  # in a folder the file is named by the job
+        if "r" not in free:
+            own.append(f"-r {'y' if cluster.max_requeues else 'n'}")
+        if job.after is not None:
+            own.append(f"-W depend=afterany:{job.after}")
+        return [*own, *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items())]
+
+    def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
+        """Return the lines that go to the folder of the submission, and ask the run to save before its end."""
+        lines = ['cd "${PBS_O_WORKDIR:-.}" || exit 2']
+        if is_warned(job):
+            seconds = 60 * job.minutes - job.cluster.signal_before_end_s
+            lines.append(f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &  # PBS sends no signal")
+        return lines
+
+    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
+        """Return the command; the token is among the job's variables, which qstat shows."""
+        return ["qsub", "-v", f"{TOKEN_VARIABLE}={token}"]
+
+    def read_id(self, text: str) -> str | None:
+        """Return the ID that qsub prints."""
+        words = text.split()
+        return words[-1] if words and self.job_id_form.fullmatch(words[-1]) else None
+
+    def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
+        """Return jobs by qstat, those that have ended too if PBS keeps a history."""
+        if job_ids is None:
+            result = _with_history(["qselect"], ["-u", pwd.getpwuid(os.getuid()).pw_name], limit_s)
+            job_ids = result.check().split()
+            if wrong := [word for word in job_ids if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
+                raise SlurmUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")
+        found = []
+        for start in range(0, len(job_ids), CHUNK):
+            wanted = [*job_ids[start : start + CHUNK]]
+            result = _with_history(["qstat"], ["-f", "-F", "json", *wanted], limit_s)
+            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            is_forgotten = bool(lines) and all(UNKNOWN_JOB in line or HAS_FINISHED in line for line in lines)
+            if result.error is not None and not is_forgotten:
+                raise result.error
+            found += _read(result.stdout, may_be_empty=result.error is not None)
+        return found
+
+    def cancel(self, job_ids: Sequence[str]) -> str | None:
+        """Cancel jobs by one qdel."""
+        result = run_slurm(["qdel", *job_ids])
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        has_ended = bool(lines) and all(UNKNOWN_JOB in line or HAS_FINISHED in line for line in lines)
+        return None if result.error is None or has_ended else str(result.error)
+
+    def kill_cause(self, text: str) -> str | None:
+        """Read what PBS writes into the job's output before it ends it."""
+        found = [line["why"] for line in KILL.finditer(text)]
+        if not found:
+            return None
+        return FailureCause.TIME_LIMIT if "walltime" in found[-1] else found[-1].strip()
+
+
+def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the options of `cluster.qsub`, its resources, and what it adds to each chunk of select."""
+    form, what = r"[A-Za-z]|[a-z][a-z0-9_]+", "an option of one letter, or a resource of -l"
+    options = free_options("cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home")
+    if "depend" in str(options.get("W", "")):
+        raise ConfigError("cluster.qsub.W", options["W"], "must have no depend", "use --after RUN or --chain N")
+    if bad := [name for name, value in options.items() if len(name) > 1 and (value is True or " " in str(value))]:
+        raise ConfigError(f"cluster.qsub.{bad[0]}", options[bad[0]], "must be the resource's value, without spaces")
+    chunk = str(options.pop("select", ""))
+    if chunk and not re.fullmatch(r"[a-z][a-z0-9_]*=[^:+]+(:[a-z][a-z0-9_]*=[^:+]+)*", chunk):
+        text = "must be what each node needs besides CPUs and GPUs"
+        raise ConfigError("cluster.qsub.select", chunk, text, "as in system=polaris")
+    letters = {name: value for name, value in options.items() if len(name) == 1}
+    resources = {name: value for name, value in options.items() if len(name) > 1}
+    return letters, resources, f":{chunk}" if chunk else ""
+
+
+def _with_history(command: list[str], words: list[str], limit_s: float | None) -> CommandResult:
+    result = run_slurm([*command, "-x", *words], limit_s=limit_s)
+    if result.error is not None and NO_HISTORY in result.error.reason:
+        return run_slurm([*command, *words], limit_s=limit_s)
+    return result
+
+
+def _read(text: str, *, may_be_empty: bool) -> list[FoundJob]:
+    """Read qstat's JSON; raise SlurmUnavailableError if it is none, or holds what is no job."""
+    if may_be_empty and not text.strip():
+        return []
+    document: Any = None
+    with contextlib.suppress(ValueError):
+        document = json.loads(text, strict=False)  # values may hold tabs and line ends
+    jobs = document.get("Jobs", {}) if isinstance(document, dict) and "pbs_version" in document else None
+    if not isinstance(jobs, dict):
+        raise SlurmUnavailableError("qstat", "printed no list of jobs")
+    return [_found(job_id, row) for job_id, row in jobs.items() if "[" not in job_id]
+
+
+def _found(job_id: str, row: object) -> FoundJob:
+    state = STATES.get(str(row.get("job_state"))) if isinstance(row, dict) else None
+    if not isinstance(row, dict) or state is None or not re.fullmatch(JOB_ID, job_id):
+        raise SlurmUnavailableError("qstat", f"printed {job_id[:80]!r} of a state that is none")
+    code, comment, wanted = row.get("Exit_status"), str(row.get("comment", "")), _mapping(row.get("Resource_List"))
+    used, limit = _span(_mapping(row.get("resources_used")).get("walltime")), _span(wanted.get("walltime"))
+    if state == "":
+        state = _end_state(code, is_late=None not in (used, limit) and used >= limit)  # type: ignore[operator]
+    start = _utc(row.get("stime"))
+    end = _utc(row.get("obittime"))
+    if state == "RUNNING" and start is not None and limit is not None:
+        end = start + limit
+    estimate = _utc(_mapping(row.get("estimated")).get("start_time"))
+    job = Job(
+        state, "qstat", comment if state != "RUNNING" else "", estimate if state == "PENDING" else start,
+        str(row.get("Job_Name", "")), exit_code="" if code is None else str(code),
+        nodes=",".join(dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", str(row.get("exec_host", ""))))),
+        end_utc=end, elapsed=str(_mapping(row.get("resources_used")).get("walltime", "")),
+        time_limit=str(wanted.get("walltime", "")),
+    )  # fmt: skip
+    return FoundJob(job_id, job, str(_mapping(row.get("Variable_List")).get(TOKEN_VARIABLE, "")), str(row.get("queue")))
+
+
+def _end_state(code: object, *, is_late: bool) -> str:
+    """Return how a job has ended by its exit status: one that was deleted before it ran has none."""
+    if code == 0:
+        return "COMPLETED"
+    if code == KILLED_BY_WALLTIME or (code in BY_SIGTERM and is_late):
+        return "TIMEOUT"
+    return "CANCELLED" if code is None or code in BY_SIGTERM else "FAILED"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """Return an object of qstat's JSON; older releases print variables as one text."""
+    if isinstance(value, str):
+        return dict(part.split("=", 1) for part in value.split(",") if "=" in part)
+    return value if isinstance(value, dict) else {}
+
+
+def _span(text: object) -> timedelta | None:
+    found = re.fullmatch(r"(\d+):(\d+):(\d+)", str(text))
+    return None if found is None else timedelta(hours=int(found[1]), minutes=int(found[2]), seconds=int(found[3]))
+
+
+def _utc(text: object) -> datetime | None:
+    """Return a time of PBS's: seconds, or `Thu Nov 26 12:00:00 2026` in local time."""
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return datetime.fromtimestamp(text, UTC)
+    with contextlib.suppress(ValueError):
+        return datetime.strptime(str(text), "%a %b %d %H:%M:%S %Y").astimezone(UTC)
+    return None
+
+
+SCHEDULERS.register(Pbs.name, Pbs())

@@ -1,0 +1,451 @@
+"""Flux and PBS: what is submitted, found, queried and cancelled, and a run that trains in a job of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError, TryLaterError
+from gems.runs.failure_cause import FailureCause
+from gems.runs.folder import RunFolder
+from gems.runs.owner import own_job_id, read_owner
+from jobs.cli.logs import find_log
+from jobs.launch import own_job
+from jobs.launch.batch import BatchJob
+from jobs.launch.launchers import command
+from jobs.launch.submission import start_run, submit_chain
+from jobs.preflight.checks import preflight
+from jobs.schedulers import pbs as pbs_module
+from jobs.schedulers.scheduler import SCHEDULERS, find_job, query_queue, scheduler_of
+from jobs.slurm.command import SlurmError
+from jobs.slurm.jobs import UnclearSubmissionError
+from jobs.slurm.resources import job_spec
+from jobs.status.cancellation import cancel_all
+from jobs.status.lookup import Catalogue
+from jobs.status.run_status import RunStatus, run_statuses
+from tests.jobs.fake_schedulers import FakeScheduler
+from tests.jobs.job_helpers import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+SYSTEMS = ("flux", "pbs")
+FIRST = {"flux": "f2kPq", "pbs": "41.server"}
+SECOND = {"flux": "f3kPq", "pbs": "42.server"}
+Make = Callable[..., RunSpec]
+
+
+@pytest.fixture(params=SYSTEMS)
+def system(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def fake(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeScheduler]:
+    """The commands of a batch system first on PATH, with the mpiexec of these tests."""
+    made = FakeScheduler.put(tmp_path / system, system)
+    beside = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, (made.here, beside, "/usr/bin", "/bin"))))
+    yield made
+    made.end_all()
+
+
+@pytest.fixture
+def make(resolved: Callable[..., RunSpec], system: str, tmp_path: Path) -> Make:
+    """Return a small run on one node of a batch system, by its name."""
+
+    def made(name: str = "one", *overrides: str, **cluster: Any) -> RunSpec:
+        words = ["parallel.partitions=2", "cluster.gpus_per_node=0", "cluster.ranks_per_node=2",
+                 "cluster.cpus_per_rank=1", "train.steps=4"]  # fmt: skip
+        spec = resolved(f"cluster={system}", *words, *overrides)
+        return replace(spec, name=name, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **cluster))
+
+    return made
+
+
+def status(spec: RunSpec) -> RunStatus:
+    (run,) = run_statuses([RunFolder.of(spec)]).runs
+    return run
+
+
+def directives(spec: RunSpec, sentinel: str = "#") -> list[str]:
+    text = SCHEDULERS[spec.cluster.scheduler].script(spec, job_spec(spec), RunFolder.of(spec))
+    head = text.split("\n\n")[0].splitlines()
+    return [line.split(" ", 2 if line.startswith("# flux") else 1)[-1] for line in head[1:]]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_trains_in_a_job(fake: FakeScheduler, make: Make, system: str) -> None:
+    spec = make()
+    fake.hold()
+    assert start_run(spec, assume_yes=True) == 0
+    folder = RunFolder.of(spec)
+    assert (status(spec).state, status(spec).job_id) == ("pending", FIRST[system])
+    owner = read_owner(folder)
+    assert owner is not None and owner.job_id == FIRST[system]
+    with pytest.raises(TryLaterError, match=f"belongs to job {FIRST[system]}, which has not ended"):
+        start_run(spec, assume_yes=True)
+    (fake.here / "hold").unlink()
+    wait_until(lambda: not status(spec).is_active, 240.0)
+    output = "\n".join(path.read_text() for path in folder.logs.iterdir() if path.is_file() and path.suffix != ".pkl")
+    assert status(spec).state == "finished", output
+    assert status(spec).step == 4
+    assert folder.read_status()["job_id"] == FIRST[system]
+    assert find_log(folder).name == "ranks.log" and (folder.path / "trace").is_dir()
+    (start,) = json.loads(folder.slurm_json.read_text())["starts"]
+    assert (start["job"]["state"], start["end"]["job"]["name"]) == ("RUNNING", "one")
+    wait_until(lambda: fake.jobs()[FIRST[system]]["state"] == "ended")  # a moment after the run
+    job, errors = find_job(FIRST[system])
+    assert job is not None and (job.state, job.exit_code, errors) == ("COMPLETED", "0", ())
+    assert start_run(spec, assume_yes=True) == 0  # the folder is free again
+
+
+def test_a_job_is_cancelled(fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = make()
+    fake.hold()
+    start_run(spec, assume_yes=True)
+    assert cancel_all(Catalogue((RunFolder.of(spec),), ()), as_json=False) == 0
+    assert f"cancelled, job {FIRST[system]}" in capsys.readouterr().out
+    assert status(spec).state == "cancelled"
+    assert SCHEDULERS[system].cancel([FIRST[system]]) is None  # one that has ended is no error
+    assert fake.jobs()[FIRST[system]]["cancelled"]
+
+
+def test_the_job_of_another_run_is_not_cancelled(fake: FakeScheduler, make: Make, system: str) -> None:
+    """A job's name is the run's, as each system takes it, and the token is no part of it."""
+    spec = make("a name that is long")
+    fake.hold()
+    if system == "pbs":
+        with pytest.raises(ConfigError, match=r"^name='?a name that is long'?: must have no space"):
+            start_run(spec, assume_yes=True)
+        spec = make("a-name-that-is-long")
+    start_run(spec, assume_yes=True)
+    assert status(spec).job_name == {"flux": "a name that is long", "pbs": "a-name-that-is-"}[system]
+    assert cancel_all(Catalogue((RunFolder.of(spec),), ()), as_json=False) == 0
+
+
+@pytest.mark.parametrize("who", ["caller", "itself"])
+def test_an_interrupted_submission_is_found(fake: FakeScheduler, make: Make, system: str, who: str) -> None:
+    """The command takes the job, and then it or its caller is killed."""
+    spec = make()
+    fake.hold()
+    (fake.here / "lost").write_text(who)
+    if who == "caller":
+        pid = os.fork()
+        if pid == 0:
+            start_run(spec, assume_yes=True)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        assert RunFolder.of(spec).read_status()["state"] == "submitting"
+        assert RunFolder.of(spec).read_status()["scheduler"] == system
+    else:
+        start_run(spec, assume_yes=True)
+    assert (status(spec).state, status(spec).job_id) == ("pending", FIRST[system])
+    assert [*fake.jobs()] == [FIRST[system]]
+
+
+@pytest.mark.parametrize(("code", "text"), [(1, "cannot connect to server x (errno=111)"), (0, ""), (0, "Hello!\n")])
+def test_no_answer_is_never_no_job(fake: FakeScheduler, make: Make, system: str, code: int, text: str) -> None:
+    spec = make()
+    fake.hold()
+    start_run(spec, assume_yes=True)
+    fake.fail({"flux": "flux", "pbs": "qstat"}[system], text, code)
+    assert (status(spec).state, status(spec).is_guess) == ("submitted", True)
+    assert query_queue([FIRST[system]]).error is not None
+    with pytest.raises(SlurmError):
+        SCHEDULERS[system].list_jobs([FIRST[system]])
+    with pytest.raises(TryLaterError, match="nobody can tell whether it has ended"):
+        start_run(spec, assume_yes=True)
+    assert SCHEDULERS[system].num_queued() is None
+
+
+def test_nobody_can_tell_whether_a_job_was_taken(fake: FakeScheduler, make: Make, system: str) -> None:
+    spec = make()
+    if system == "flux":
+        fake.fail("flux", "what is this?\n", 0)
+    else:
+        fake.fail("qsub", "what is this?\n", 0)
+        fake.fail("qselect", "qselect: cannot connect to server x (errno=111)")
+    with pytest.raises(UnclearSubmissionError, match="nobody can tell whether"):
+        start_run(spec, assume_yes=True)
+    assert RunFolder.of(spec).read_status()["state"] == "submitting"
+    for path in fake.here.glob("*.fault"):
+        path.unlink()
+    assert status(spec).state == "lost"
+
+
+def test_a_refused_job_leaves_nothing(fake: FakeScheduler, make: Make, system: str) -> None:
+    spec = make()
+    fake.fail({"flux": "flux", "pbs": "qsub"}[system], "no such queue")
+    with pytest.raises(ConfigError, match="refuses the job: no such queue"):
+        start_run(spec, assume_yes=True)
+    assert status(spec).state == "prepared"
+    assert not any(RunFolder.of(spec).logs.glob(".submission*"))
+
+
+def test_a_chain_waits_for_the_job_before(fake: FakeScheduler, make: Make, system: str) -> None:
+    spec = make()
+    fake.hold()
+    start_run(spec, assume_yes=True)
+    chain = submit_chain(spec, job_spec(spec), RunFolder.of(spec), FIRST[system], 2)
+    assert chain == [FIRST[system], SECOND[system]]
+    assert fake.jobs()[SECOND[system]]["after"] == FIRST[system]
+
+
+def test_a_stopped_run_continues_as_a_new_job(
+    fake: FakeScheduler, make: Make, system: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No user may put a job back; the new job owns the folder, and what the old one writes is no more than that."""
+    spec = make()
+    folder, job = RunFolder.of(spec), job_spec(spec)
+    fake.hold()
+    start_run(spec, assume_yes=True)
+    monkeypatch.setenv({"flux": "FLUX_ENCLOSING_ID", "pbs": "PBS_JOBID"}[system], FIRST[system])
+    assert own_job.own_job() == query_queue([FIRST[system]]).jobs[FIRST[system]]
+    work = BatchJob((str(folder.path),))
+    assert own_job.requeue_run(folder, spec, job, {}, FailureCause.TIME_LIMIT, 3, work) is None
+    assert f"the run continues as job {SECOND[system]}" in capsys.readouterr().err
+    recorded, owner = folder.read_status(), read_owner(folder)
+    assert (recorded["state"], recorded["job_id"], recorded["requeue_count"]) == ("requeued", SECOND[system], 1)
+    assert owner is not None and owner.job_id == SECOND[system]
+    assert status(spec).state == "pending"
+
+
+def test_queued_jobs_are_counted(fake: FakeScheduler, make: Make, system: str) -> None:
+    fake.hold()
+    for name in ("one", "two"):
+        start_run(make(name, partition="debug"), assume_yes=True)
+    scheduler = SCHEDULERS[system]
+    assert (scheduler.num_queued(), scheduler.num_queued("debug"), scheduler.num_queued("prod")) == (2, 2, 0)
+
+
+def test_the_site_is_not_asked(make: Make, system: str) -> None:
+    spec = make()
+    job, folder = job_spec(spec), RunFolder.of(spec)
+    script = SCHEDULERS[system].script(spec, job, folder)
+
+    def no_plan() -> Any:
+        raise ConfigError("plan", "none", "is not wanted")
+
+    checks = {check.name: check for check in preflight(spec, job, script, no_plan, here=False)}
+    assert checks["site"].ok is None and checks["site"].said.startswith("not asked: ")
+    assert checks["limits"].said == "the preset has none"
+    assert "sbatch" not in checks
+
+
+def test_a_shell_runs_the_script_up_to_the_program(make: Make, system: str, tmp_path: Path) -> None:
+    """Modules, variables and the exit code are those of the script; the job is named by the system."""
+    value = "it's $(touch pwned) `x`"
+    spec = make(environment={"A": value}, setup=["B=2"], archive_code=False, signal_before_end_s=0)
+    text = SCHEDULERS[system].script(spec, job_spec(spec), RunFolder.of(spec))
+    own = f"exec {shlex.quote(sys.executable)} -u -m jobs.launch.batch {RunFolder.of(spec).path}\n"
+    assert text.endswith(own)
+    script = tmp_path / "script.sh"
+    script.write_text(text.replace(own, 'printf "%s|%s|%s" "$A" "$B" "${FLUX_ENCLOSING_ID:-}"; exit 5\n'))
+    flux = tmp_path / "bin" / "flux"
+    flux.parent.mkdir()
+    flux.write_text("#!/bin/sh\necho \u0192ABC\n")
+    flux.chmod(0o755)
+    environment = {"PATH": f"{flux.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "PBS_O_WORKDIR": str(tmp_path)}
+    ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 5
+    assert ended.stdout == f"{value}|2|" + ("\u0192ABC" if system == "flux" else "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PBS_JOBID": "41.server"}, "41.server"),
+        ({"FLUX_ENCLOSING_ID": "\u01922kPq"}, "f2kPq"),
+        ({"FLUX_ENCLOSING_ID": "f2kPq", "SLURM_JOB_ID": "41"}, "f2kPq"),
+        ({"SLURM_JOB_ID": "41"}, "41"),
+        ({}, None),
+    ],
+)
+def test_own_job(variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert own_job_id() == expected
+
+
+@pytest.mark.parametrize(
+    ("job_id", "name"),
+    [("41", "slurm"), ("41_7", "slurm"), (41, "slurm"), ("41.pbs-1.site.org", "pbs"), ("f2kPq", "flux"), ("41.", None),
+     ("--user=x", None), ("f0", None), (None, None), (True, None), ("41.server;x", None)],
+)  # fmt: skip
+def test_an_id_tells_its_system(job_id: object, name: str | None) -> None:
+    found = scheduler_of(job_id)
+    assert (None if found is None else found.name) == name
+
+
+class TestFlux:
+    @pytest.fixture
+    def system(self) -> str:
+        return "flux"
+
+    def test_directives(self, make: Make) -> None:
+        spec = make(
+            gpus_per_node=4, partition="pbatch", account="physics", exclude=["n1", "n2"], minutes=90,
+            flux_batch={"exclusive": True, "setattr": ["thp=always", "x=1"], "urgency": 10},
+        )  # fmt: skip
+        logs = RunFolder.of(spec).logs
+        assert directives(spec) == [
+            "--job-name=one", "--nodes=1", "--nslots=1", "--cores-per-slot=2", "--gpus-per-slot=4", "--time-limit=90m",
+            "--queue=pbatch", "--bank=physics", f"--output='{logs}/{{{{id.f58plain}}}}_0_log.out'",
+            "--signal=SIGUSR2@120s", "--requires=-host:n1,n2", "--exclusive", "--setattr=thp=always", "--setattr=x=1",
+            "--urgency=10",
+        ]  # fmt: skip
+
+    def test_a_short_job_gets_no_signal(self, make: Make) -> None:
+        assert not any("signal" in line for line in directives(make(minutes=3)))
+        assert [line for line in directives(make(flux_batch={"signal": "USR1@9"})) if "signal" in line] == [
+            "--signal=USR1@9"
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"queue": "x"}, r"cluster\.flux_batch\.queue=x: must not be given here; set cluster\.partition"),
+            ({"N": 2}, r"is not the long name of an option of flux batch; as in \+cluster\.flux_batch\.exclusive"),
+            ({"setattr": {"a": 1}}, "must be one value"),
+            ({"urgency": "1\n#"}, "must be printable text"),
+        ],
+    )
+    def test_bad_options(self, make: Make, options: dict[str, Any], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            directives(make(flux_batch=options))
+
+    def test_launcher(self, make: Make, resolved: Callable[..., RunSpec]) -> None:
+        folder = RunFolder(Path("/runs/one"))
+        spec = resolved("cluster=flux", "parallel.replicas=2", "cluster.flux_run=['-ompibind=off']")
+        assert command(job_spec(spec), folder)[:12] == [
+            "flux", "run", "--nodes=2", "--ntasks=8", "--cores-per-task=8", "--gpus-per-task=1", "--label-io",
+            "--unbuffered", "--setopt=exit-on-error", "--setopt=gpu-affinity=off", "-ompibind=off", sys.executable,
+        ]  # fmt: skip
+        bound = resolved("cluster=flux", "cluster.gpu_bind=closest")
+        assert "--setopt=gpu-affinity=per-task" in command(job_spec(bound), folder)
+        uneven = resolved("cluster=flux", "cluster.gpus_per_node=6", "cluster.ranks_per_node=4")
+        assert not any("gpus-per-task" in word for word in command(job_spec(uneven), folder))
+
+    def test_of_one_system(self, resolved: Callable[..., RunSpec]) -> None:
+        with pytest.raises(
+            ConfigError, match=r"cluster\.launcher=flux: starts ranks in jobs of cluster\.scheduler=flux"
+        ):
+            job_spec(resolved("cluster=slurm", "cluster.launcher=flux"))
+        with pytest.raises(ConfigError, match=r"cluster\.launcher=srun: starts ranks in jobs of cluster\.scheduler=sl"):
+            job_spec(resolved("cluster=pbs", "cluster.launcher=srun"))
+
+    def test_from_within_a_job_the_parent_is_asked(
+        self, fake: FakeScheduler, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FLUX_ENCLOSING_ID", "f9kPq")
+        fake.hold()
+        start_run(make(), assume_yes=True)
+        SCHEDULERS["flux"].cancel(["f2kPq"])
+        assert all(line.startswith("flux --parent ") for line in fake.asked())
+        assert len(fake.asked()) >= 2
+
+    def test_a_path_with_a_template(self, make: Make) -> None:
+        with pytest.raises(ConfigError, match=r"must have no '\{\{'"):
+            directives(make("a{{id}}"))
+
+
+class TestPbs:
+    @pytest.fixture
+    def system(self) -> str:
+        return "pbs"
+
+    def test_directives(self, make: Make) -> None:
+        spec = make(
+            gpus_per_node=4, partition="prod", account="physics", minutes=90, max_requeues=0,
+            qsub={"filesystems": "home:eagle", "select": "system=polaris", "V": True, "W": "umask=022"},
+        )  # fmt: skip
+        assert directives(spec) == [
+            "-N one", "-l select=1:ncpus=2:mpiprocs=2:ngpus=4:system=polaris", "-l place=scatter",
+            "-l filesystems=home:eagle", "-l walltime=01:30:00", "-q prod", "-A physics", "-j oe",
+            f"-o {RunFolder.of(spec).logs}/", "-r n", "-V", "-W umask=022",
+        ]  # fmt: skip
+
+    def test_the_script_asks_to_save_before_the_end(self, make: Make) -> None:
+        text = SCHEDULERS["pbs"].script(make(minutes=60), job_spec(make(minutes=60)), RunFolder.of(make()))
+        assert "{ sleep 3480 && kill -USR2 $$; }" in text
+        short = make(minutes=3)
+        assert "sleep" not in SCHEDULERS["pbs"].script(short, job_spec(short), RunFolder.of(short))
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"A": "x"}, r"cluster\.qsub\.A=x: must not be given here; set cluster\.account"),
+            ({"l": "mem=1gb"}, r"must not be given here; set the resource by its own name"),
+            ({"walltime": "1:00"}, r"set cluster\.minutes"),
+            ({"W": "depend=afterok:1"}, "must have no depend; use --after RUN or --chain N"),
+            ({"select": "2:ncpus=4"}, "must be what each node needs besides CPUs and GPUs; as in system=polaris"),
+            ({"place": True}, "must be the resource's value"),
+            ({"place-it": "x"}, "is not an option of one letter, or a resource of -l"),
+        ],
+    )
+    def test_bad_options(self, make: Make, options: dict[str, Any], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            directives(make(qsub=options))
+
+    def test_nodes_cannot_be_left_out(self, make: Make) -> None:
+        with pytest.raises(ConfigError, match=r"cluster\.exclude=.*PBS has no option that leaves nodes out"):
+            directives(make(exclude=["n1"]))
+
+    def test_launchers(self, resolved: Callable[..., RunSpec]) -> None:
+        folder = RunFolder(Path("/runs/one"))
+        spec = resolved("cluster=pbs", "parallel.replicas=2", "cluster.mpiexec=[-l]")
+        assert command(job_spec(spec), folder)[:6] == ["mpiexec", "-n", "8", "-ppn", "4", "-l"]
+        spec = resolved("cluster=pbs", "parallel.replicas=2", "cluster.launcher=pals", "cluster.cpus_per_rank=16")
+        assert command(job_spec(spec), folder)[:9] == [
+            "mpiexec", "-n", "8", "--ppn", "4", "--depth", "16", "--cpu-bind", "depth",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"job_state": "Q", "comment": "Not Running: no nodes"}, ("PENDING", "Not Running: no nodes")),
+            ({"job_state": "S"}, ("SUSPENDED", "")),
+            ({"job_state": "E"}, ("COMPLETING", "")),
+            ({"job_state": "F", "Exit_status": 0}, ("COMPLETED", "")),
+            ({"job_state": "F", "Exit_status": 3}, ("FAILED", "")),
+            ({"job_state": "F", "Exit_status": -29}, ("TIMEOUT", "")),
+            ({"job_state": "F", "Exit_status": 271}, ("CANCELLED", "")),
+            ({"job_state": "F", "Exit_status": 271, "resources_used": {"walltime": "01:00:03"}}, ("TIMEOUT", "")),
+            ({"job_state": "F"}, ("CANCELLED", "")),
+        ],
+    )  # fmt: skip
+    def test_states(self, row: dict[str, Any], expected: tuple[str, str]) -> None:
+        facts = {"Resource_List": {"walltime": "01:00:00"}, "Variable_List": "A=1,GEMS_SUBMISSION=abc", **row}
+        text = json.dumps({"pbs_version": "20", "Jobs": {"41.server": facts}})
+        (found,) = pbs_module._read(text, may_be_empty=False)
+        assert ((found.job.state, found.job.reason), found.token) == (expected, "abc")
+
+    def test_a_state_that_is_none_is_no_answer(self) -> None:
+        text = json.dumps({"pbs_version": "20", "Jobs": {"41.server": {"job_state": "M"}}})
+        with pytest.raises(SlurmError, match="of a state that is none"):
+            pbs_module._read(text, may_be_empty=False)
+
+    def test_a_site_without_history_is_asked_without(self, fake: FakeScheduler, make: Make) -> None:
+        fake.hold()
+        start_run(make(), assume_yes=True)
+        program = (fake.here / "qstat").read_text().splitlines()
+        refuse = 'import sys\nif "-x" in sys.argv: sys.exit("qstat: PBS is not configured to maintain job history")'
+        (fake.here / "qstat").write_text("\n".join([program[0], refuse, *program[1:]]))
+        assert status(make()).state == "pending"
+        assert query_queue(["77.server"]) == query_queue([])  # forgotten, and that is an answer
+
+    def test_what_ends_a_job_is_read_in_its_output(self) -> None:
+        scheduler = SCHEDULERS["pbs"]
+        assert scheduler.kill_cause("=>> PBS: job killed: walltime 63 exceeded limit 60\n") == FailureCause.TIME_LIMIT
+        assert scheduler.kill_cause("=>> PBS: job killed: mem 9kb exceeded limit 8kb\n") == "mem 9kb exceeded limit 8kb"
+        assert scheduler.kill_cause("hello\n") is None
