@@ -38,6 +38,7 @@ NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(\[[0-9]+([,-][0-9]+)*\])?")
 HOST = re.compile(r"[A-Za-z0-9.*?\[\]!_-]+")
 LOCAL_DIR = re.compile(r"/[A-Za-z0-9._/-]*")
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+NOTIFY = re.compile(r"mail(:[^\s@,]+@[^\s@,]+)?|https?://[^\s/]+\S*|command:\s*\S.*")
 LINE = "must be printable text on one line"
 
 
@@ -155,6 +156,12 @@ class ClusterConfig:
         120, "seconds before the time limit at which a run is asked to save and stop; 0: never", max=MAX_SIGNAL_S,
         in_run_id=False,
     )  # fmt: skip
+    notify: list[str] = text(
+        [], "whom to tell that a run has ended, stalled or was requeued: mail or mail:ADDRESS (by the batch system), a "
+        "web address that gets a POST of JSON, command:WORDS that get it on stdin",
+        accepts=lambda word: word.isprintable() and NOTIFY.fullmatch(word),
+        form="must be mail, mail:ADDRESS, http(s)://ADDRESS or command:WORDS", in_run_id=False,
+    )  # fmt: skip
     max_requeues: int = number(3, "how often a stopped run is requeued by itself", max=MAX_REQUEUES, in_run_id=False)
     elastic: list[int] = number(
         [], "smaller numbers of nodes, falling, on which the run goes on by itself if nodes are lost or the queue is "
@@ -194,6 +201,11 @@ class ClusterConfig:
         if self.gpus_per_node:
             return max(own, self.gpus_per_node)
         return own if self.usable_cpus_per_node is None else max(own, self.usable_cpus_per_node // self.cpus_per_rank)
+
+    @property
+    def mail_to(self) -> str | None:
+        """The address that the batch system sends mail to: empty for the user's own, None for no mail."""
+        return next((word.partition(":")[2] for word in self.notify if word.partition(":")[0] == "mail"), None)
 
     @property
     def full_account(self) -> str | None:

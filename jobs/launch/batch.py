@@ -20,6 +20,7 @@ from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
+from jobs.launch.notify import notify
 from jobs.launch.own_job import hand_over, is_over, num_restarts
 from jobs.slurm.resources import TOKEN_VARIABLE
 from jobs.status.ownership import read_chain
@@ -95,6 +96,8 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             own = own_job_id()
             folder.write_status("failed", exit_code=code, cause=str(error), cause_class=cause_class, job_id=own)
         return code
+    finally:
+        notify(folder)
 
 
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:

@@ -33,6 +33,7 @@ from jobs.launch.elastic import Recovery
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.nodes import select_nodes
+from jobs.launch.notify import notify
 from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.launch.staging import staged
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
@@ -104,6 +105,8 @@ def launch(
     """
     job = job_spec(spec)
     with contextlib.ExitStack() as stack:
+        if work is None:  # a batch job tells it once the next one of its chain is known
+            stack.callback(notify, folder)
         stack.callback(_give_back, folder)
         argv = command(job, folder)
         environment = _environment(job, spec, echo)

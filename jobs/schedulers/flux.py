@@ -65,6 +65,8 @@ class Flux(ByCommands):
         )  # fmt: skip
         if any("\\" in str(value) for value in free.values()):
             raise ConfigError("cluster.flux_batch", free, "must have no '\\', which Flux interprets")
+        if cluster.mail_to is not None:
+            raise ConfigError("cluster.notify", cluster.notify, "Flux sends no mail", "use command:WORDS or an address")
         own: list[tuple[str, Any]] = [
             ("job-name", spec.name), ("nodes", job.nodes), ("nslots", job.nodes),
             ("cores-per-slot", job.tasks_per_node * job.cpus_per_task),

@@ -31,7 +31,7 @@ MAX_NAME = 15  # characters that older releases take; OpenPBS takes 230
 SPACE = "space"
 OWN_KEYS = {
     "N": "name", "q": "cluster.partition", "A": "cluster.account", "j": "runs_dir", "o": "runs_dir", "e": "runs_dir",
-    "v": "cluster.environment",
+    "m": "cluster.notify", "M": "cluster.notify", "v": "cluster.environment",
     "l": "the resource by its own name", "J": "study=, each point is a job of its own",
     "walltime": "cluster.minutes", "ncpus": "cluster.cpus_per_rank", "mpiprocs": "cluster.ranks_per_node",
     "ngpus": "cluster.gpus_per_node", "nodes": "cluster.nodes",
@@ -85,6 +85,8 @@ class Pbs(ByCommands):
         own += ["-j oe", f"-o {folder.logs}/"]  # in a folder the file is named by the job
         if "r" not in free:
             own.append(f"-r {'y' if cluster.max_requeues else 'n'}")
+        if cluster.mail_to is not None:
+            own += ["-m ae", *([f"-M {cluster.mail_to}"] if cluster.mail_to else [])]
         if job.after is not None:
             own.append(f"-W depend=afterany:{job.after}")
         return [*own, *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items())]

@@ -216,6 +216,9 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own["requeue"] = True
     if cluster.outlives_nodes:
         own["no-kill"] = True
+    if cluster.mail_to is not None:
+        own |= {"mail-type": free.get("mail-type", "END,FAIL,REQUEUE")}
+        own |= {"mail-user": cluster.mail_to} if cluster.mail_to else {}
     if job.after is not None:
         own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), f"afterany:{job.after}")))
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it

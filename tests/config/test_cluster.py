@@ -32,6 +32,8 @@ def check(cluster: ClusterConfig) -> None:
         r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none; .*; did you mean "),
         ({"signal_before_end_s": 70000}, r"^cluster\.signal_before_end_s=70000: must be at most 65535; "),
         ({"scheduler": "lsf"}, r"^cluster\.scheduler=lsf: allowed: slurm, flux, pbs; "),
+        ({"notify": ["mail:me"]}, r"^cluster\.notify\[0\]='mail:me': must be mail, mail:ADDRESS, http"),
+        ({"notify": ["command:"]}, r"^cluster\.notify\[0\]='command:': must be mail, "),
         ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be 0 or more; "),
         ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
         ({"gpu_bind": "single"}, r"^cluster\.gpu_bind='single': "),

@@ -36,6 +36,7 @@ ASIDE = (
     "cluster.flux_run", "cluster.qsub", "cluster.mpiexec",
     "cluster.stage", "cluster.stage_dir", "cluster.stage_above_nodes",
     "cluster.elastic", "cluster.elastic_wait_h", "cluster.spare_nodes", "cluster.check_nodes",
+    "cluster.notify",
 )  # fmt: skip
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(
