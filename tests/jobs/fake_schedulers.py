@@ -53,6 +53,7 @@ def take(job, script, **facts):
 
 
 def run(job):
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who submits blocks signals meanwhile
     facts = read(job)
     while (HERE / "hold").exists() or (facts["after"] and read(facts["after"])["state"] != "ended"):
         time.sleep(0.05)

@@ -109,6 +109,26 @@ def test_a_run_trains_in_a_job(fake: FakeScheduler, make: Make, system: str) -> 
     assert start_run(spec, assume_yes=True) == 0  # the folder is free again
 
 
+@pytest.mark.timeout(300)
+def test_a_job_that_is_asked_to_save_continues_as_another_until_it_is_cancelled(
+    fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal before the end, and then what each system ends a running job by: SIGHUP and SIGTERM."""
+    spec = make("long", "train.steps=100000", minutes=1, signal_before_end_s=0)
+    folder = RunFolder.of(spec)
+    start_run(spec, assume_yes=True)
+    wait_until(lambda: (status(spec).step or 0) > 1, 200.0)
+    os.kill(folder.read_status()["pid"], signal.SIGUSR2)
+    wait_until(lambda: folder.read_status().get("job_id") == SECOND[system], 60.0)
+    (row,) = own_job.read_requeues(folder)
+    assert (row["why"], row["job_id"]) == (FailureCause.TIME_LIMIT, FIRST[system])
+    wait_until(lambda: status(spec).state == "running" and (status(spec).step or 0) > row["step"], 100.0)
+    assert cancel_all(Catalogue((folder,), ()), as_json=False) == 0
+    assert f"cancelled, job {SECOND[system]}" in capsys.readouterr().out
+    recorded = folder.read_status()
+    assert (recorded["state"], recorded["exit_code"]) == ("cancelled", own_job.CANCELLED_CODE)
+
+
 def test_a_job_is_cancelled(fake: FakeScheduler, make: Make, system: str, capsys: pytest.CaptureFixture[str]) -> None:
     spec = make()
     fake.hold()
