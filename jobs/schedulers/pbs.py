@@ -7,7 +7,6 @@ run that is to continue is submitted as a new job; PBS itself reruns a job whose
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
 import re
@@ -40,8 +39,8 @@ STATES = {
     "Q": "PENDING", "H": "PENDING", "W": "PENDING", "T": "PENDING", "R": "RUNNING", "B": "RUNNING", "E": "COMPLETING",
     "S": "SUSPENDED", "U": "SUSPENDED", "F": "", "X": "",
 }  # fmt: skip
-KILLED_BY_WALLTIME = -29
-BY_SIGTERM = (143, 271)  # 128 and 256 and the signal, by release
+KILLED_BY_WALLTIME = "-29"
+BY_SIGTERM = ("143", "271")  # 128 and 256 and the signal, by release
 KILL = re.compile(r"=>> PBS: job killed: (?P<why>.*)")
 UNKNOWN_JOB, HAS_FINISHED, NO_HISTORY = "Unknown Job Id", "has finished", "not configured to maintain job history"
 CHUNK = 200  # jobs of one command line
@@ -112,25 +111,20 @@ class Pbs(ByCommands):
         """Return jobs by qstat, those that have ended too if PBS keeps a history."""
         if job_ids is None:
             result = _with_history(["qselect"], ["-u", pwd.getpwuid(os.getuid()).pw_name], limit_s)
-            job_ids = result.check().split()
-            if wrong := [word for word in job_ids if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
+            listed = result.check().split()
+            if wrong := [word for word in listed if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
                 raise SlurmUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")
+            job_ids = [word for word in listed if self.job_id_form.fullmatch(word)]
         found = []
         for start in range(0, len(job_ids), CHUNK):
-            wanted = [*job_ids[start : start + CHUNK]]
-            result = _with_history(["qstat"], ["-f", "-F", "json", *wanted], limit_s)
-            lines = [line for line in result.stderr.splitlines() if line.strip()]
-            is_forgotten = bool(lines) and all(UNKNOWN_JOB in line or HAS_FINISHED in line for line in lines)
-            if result.error is not None and not is_forgotten:
-                raise result.error
-            found += _read(result.stdout, may_be_empty=result.error is not None)
+            found += _query([*job_ids[start : start + CHUNK]], limit_s)
         return found
 
     def cancel(self, job_ids: Sequence[str]) -> str | None:
         """Cancel jobs by one qdel."""
         result = run_slurm(["qdel", *job_ids])
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        has_ended = bool(lines) and all(UNKNOWN_JOB in line or HAS_FINISHED in line for line in lines)
+        has_ended = bool(lines) and all(map(_is_forgotten, lines))
         return None if result.error is None or has_ended else str(result.error)
 
     def kill_cause(self, text: str) -> str | None:
@@ -165,69 +159,84 @@ def _with_history(command: list[str], words: list[str], limit_s: float | None) -
     return result
 
 
-def _read(text: str, *, may_be_empty: bool) -> list[FoundJob]:
-    """Read qstat's JSON; raise SlurmUnavailableError if it is none, or holds what is no job."""
-    if may_be_empty and not text.strip():
-        return []
-    document: Any = None
-    with contextlib.suppress(ValueError):
-        document = json.loads(text, strict=False)  # values may hold tabs and line ends
-    jobs = document.get("Jobs", {}) if isinstance(document, dict) and "pbs_version" in document else None
-    if not isinstance(jobs, dict):
-        raise SlurmUnavailableError("qstat", "printed no list of jobs")
-    return [_found(job_id, row) for job_id, row in jobs.items() if "[" not in job_id]
+def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
+    """Query some jobs by qstat; raise SlurmError unless it tells of each, or that it does not know it.
+
+    Its JSON is not used: some releases leave out all jobs but the first, or print variables that are no JSON.
+    """
+    result = _with_history(["qstat"], ["-f", *job_ids], limit_s)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    forgotten = {number for line in lines if _is_forgotten(line) for number in re.findall(r"\b([0-9]+)\.", line)}
+    if result.error is not None and not (lines and all(map(_is_forgotten, lines))):
+        raise result.error
+    rows = _rows(result.stdout)
+    missing = [job_id for job_id in job_ids if _number(job_id) not in {*rows, *forgotten}]
+    if missing:
+        raise SlurmUnavailableError("qstat", f"printed nothing of job {missing[0]}")
+    return [_found(job_id, rows[_number(job_id)]) for job_id in job_ids if _number(job_id) in rows]
 
 
-def _found(job_id: str, row: object) -> FoundJob:
-    state = STATES.get(str(row.get("job_state"))) if isinstance(row, dict) else None
-    if not isinstance(row, dict) or state is None or not re.fullmatch(JOB_ID, job_id):
-        raise SlurmUnavailableError("qstat", f"printed {job_id[:80]!r} of a state that is none")
-    code, comment, wanted = row.get("Exit_status"), str(row.get("comment", "")), _mapping(row.get("Resource_List"))
-    used, limit = _span(_mapping(row.get("resources_used")).get("walltime")), _span(wanted.get("walltime"))
+def _is_forgotten(line: str) -> bool:
+    return UNKNOWN_JOB in line or HAS_FINISHED in line
+
+
+def _number(job_id: str) -> str:
+    """Return the part of an ID that is the same whatever a command calls the server."""
+    return job_id.partition(".")[0]
+
+
+def _rows(text: str) -> dict[str, dict[str, str]]:
+    """Read `qstat -f`: a block for each job, with an attribute a line; what goes on is behind a tab."""
+    rows: dict[str, dict[str, str]] = {}
+    row: dict[str, str] = {}
+    for line in text.replace("\n\t", "").splitlines():
+        if found := re.fullmatch(r"Job Id:\s*(\S+)", line):
+            row = rows.setdefault(_number(found[1]), {})
+        elif found := re.fullmatch(r"    ([A-Za-z][\w.]*) = (.*)", line):
+            row[found[1]] = found[2]
+    return rows
+
+
+def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
+    state = STATES.get(row.get("job_state", ""))
+    if state is None:
+        raise SlurmUnavailableError("qstat", f"printed job {job_id} in a state that is none")
+    code, used, limit = (row.get(name) for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime"))
+    used_span, limit_span = _span(used), _span(limit)
     if state == "":
-        state = _end_state(code, is_late=None not in (used, limit) and used >= limit)  # type: ignore[operator]
-    start = _utc(row.get("stime"))
-    end = _utc(row.get("obittime"))
-    if state == "RUNNING" and start is not None and limit is not None:
-        end = start + limit
-    estimate = _utc(_mapping(row.get("estimated")).get("start_time"))
+        is_late = used_span is not None and limit_span is not None and used_span >= limit_span
+        state = _end_state(code, is_late=is_late)
+    start, end = _utc(row.get("stime")), _utc(row.get("obittime"))
+    if state == "RUNNING" and start is not None and limit_span is not None:
+        end = start + limit_span
+    nodes = dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", row.get("exec_host", "")))
+    token = re.search(rf"(?:^|,){TOKEN_VARIABLE}=([0-9a-f]+)", row.get("Variable_List", ""))
     job = Job(
-        state, "qstat", comment if state != "RUNNING" else "", estimate if state == "PENDING" else start,
-        str(row.get("Job_Name", "")), exit_code="" if code is None else str(code),
-        nodes=",".join(dict.fromkeys(re.findall(r"(?:^|\+)([^/+]+)/", str(row.get("exec_host", ""))))),
-        end_utc=end, elapsed=str(_mapping(row.get("resources_used")).get("walltime", "")),
-        time_limit=str(wanted.get("walltime", "")),
+        state, "qstat", row.get("comment", "") if state != "RUNNING" else "",
+        _utc(row.get("estimated.start_time")) if state == "PENDING" else start, row.get("Job_Name"),
+        exit_code=code or "", nodes=",".join(nodes), end_utc=end, elapsed=used or "", time_limit=limit or "",
     )  # fmt: skip
-    return FoundJob(job_id, job, str(_mapping(row.get("Variable_List")).get(TOKEN_VARIABLE, "")), str(row.get("queue")))
+    return FoundJob(job_id, job, token[1] if token is not None else "", row.get("queue", ""))
 
 
-def _end_state(code: object, *, is_late: bool) -> str:
+def _end_state(code: str | None, *, is_late: bool) -> str:
     """Return how a job has ended by its exit status: one that was deleted before it ran has none."""
-    if code == 0:
+    if code == "0":
         return "COMPLETED"
     if code == KILLED_BY_WALLTIME or (code in BY_SIGTERM and is_late):
         return "TIMEOUT"
     return "CANCELLED" if code is None or code in BY_SIGTERM else "FAILED"
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    """Return an object of qstat's JSON; older releases print variables as one text."""
-    if isinstance(value, str):
-        return dict(part.split("=", 1) for part in value.split(",") if "=" in part)
-    return value if isinstance(value, dict) else {}
-
-
-def _span(text: object) -> timedelta | None:
-    found = re.fullmatch(r"(\d+):(\d+):(\d+)", str(text))
+def _span(text: str | None) -> timedelta | None:
+    found = re.fullmatch(r"(\d+):(\d+):(\d+)", text or "")
     return None if found is None else timedelta(hours=int(found[1]), minutes=int(found[2]), seconds=int(found[3]))
 
 
-def _utc(text: object) -> datetime | None:
-    """Return a time of PBS's: seconds, or `Thu Nov 26 12:00:00 2026` in local time."""
-    if isinstance(text, int | float) and not isinstance(text, bool):
-        return datetime.fromtimestamp(text, UTC)
+def _utc(text: str | None) -> datetime | None:
+    """Return a time of PBS's, as `Thu Nov 26 12:00:00 2026` in local time."""
     with contextlib.suppress(ValueError):
-        return datetime.strptime(str(text), "%a %b %d %H:%M:%S %Y").astimezone(UTC)
+        return datetime.strptime(text or "", "%a %b %d %H:%M:%S %Y").astimezone(UTC)
     return None
 
 

@@ -167,20 +167,22 @@ def pbs():
         print("\\n".join(all_jobs()))
     elif NAME == "qstat":
         wanted, known = [word for word in WORDS if "." in word], all_jobs()
-        rows = {}
         for job in (job for job in known if job in wanted):
             facts = read(job)
             state = {"waiting": "H" if facts["after"] else "Q", "running": "R", "ended": "F"}[facts["state"]]
+            variables = ",".join(f"{k}={v}" for k, v in {"PBS_O_HOME": "/home/me", **facts["variables"]}.items())
             row = {"Job_Name": facts["name"], "job_state": state, "queue": facts["queue"],
-                   "Resource_List": {"walltime": facts["limit"]}, "Variable_List": facts["variables"]}
+                   "Resource_List.walltime": facts["limit"], "Variable_List": variables}
             if "started" in facts:
                 row |= {"stime": time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(facts["started"])),
                         "exec_host": f"{os.uname().nodename}/0*8", "run_count": 1}
             if state == "F" and facts["code"] is not None:
                 row["Exit_status"] = 271 if facts.get("cancelled") else facts["code"]
-            rows[job] = row
-        document = {"timestamp": 1, "pbs_version": "23.06", "pbs_server": "server"}
-        print(json.dumps(document | ({"Jobs": rows} if rows else {})))
+            lines = [f"    {name} = {value}" for name, value in row.items()]
+            print(f"Job Id: {job}")
+            for line in lines:  # long ones go on behind a tab
+                print(line[:79] + "".join(f"\\n\\t{line[at:at + 70]}" for at in range(79, len(line), 70)))
+            print()
         sys.exit("\\n".join(f"qstat: Unknown Job Id {job}" for job in wanted if job not in known) or 0)
     elif NAME == "qdel":
         bad = [job for job in WORDS if not end(job)]

@@ -436,24 +436,35 @@ class TestPbs:
             ({"job_state": "Q", "comment": "Not Running: no nodes"}, ("PENDING", "Not Running: no nodes")),
             ({"job_state": "S"}, ("SUSPENDED", "")),
             ({"job_state": "E"}, ("COMPLETING", "")),
-            ({"job_state": "F", "Exit_status": 0}, ("COMPLETED", "")),
-            ({"job_state": "F", "Exit_status": 3}, ("FAILED", "")),
-            ({"job_state": "F", "Exit_status": -29}, ("TIMEOUT", "")),
-            ({"job_state": "F", "Exit_status": 271}, ("CANCELLED", "")),
-            ({"job_state": "F", "Exit_status": 271, "resources_used": {"walltime": "01:00:03"}}, ("TIMEOUT", "")),
+            ({"job_state": "F", "Exit_status": "0"}, ("COMPLETED", "")),
+            ({"job_state": "F", "Exit_status": "3"}, ("FAILED", "")),
+            ({"job_state": "F", "Exit_status": "-29"}, ("TIMEOUT", "")),
+            ({"job_state": "F", "Exit_status": "271"}, ("CANCELLED", "")),
+            ({"job_state": "F", "Exit_status": "271", "resources_used.walltime": "01:00:03"}, ("TIMEOUT", "")),
             ({"job_state": "F"}, ("CANCELLED", "")),
         ],
     )  # fmt: skip
-    def test_states(self, row: dict[str, Any], expected: tuple[str, str]) -> None:
-        facts = {"Resource_List": {"walltime": "01:00:00"}, "Variable_List": "A=1,GEMS_SUBMISSION=abc", **row}
-        text = json.dumps({"pbs_version": "20", "Jobs": {"41.server": facts}})
-        (found,) = pbs_module._read(text, may_be_empty=False)
+    def test_states(self, row: dict[str, str], expected: tuple[str, str]) -> None:
+        facts = {"Resource_List.walltime": "01:00:00", "Variable_List": "A=1,GEMS_SUBMISSION=abc,B=2", **row}
+        text = "\n".join(["Job Id: 41.server", *(f"    {name} = {value}" for name, value in facts.items()), ""])
+        found = pbs_module._found("41.server", pbs_module._rows(text)["41"])
         assert ((found.job.state, found.job.reason), found.token) == (expected, "abc")
 
     def test_a_state_that_is_none_is_no_answer(self) -> None:
-        text = json.dumps({"pbs_version": "20", "Jobs": {"41.server": {"job_state": "M"}}})
-        with pytest.raises(SlurmError, match="of a state that is none"):
-            pbs_module._read(text, may_be_empty=False)
+        with pytest.raises(SlurmError, match=r"printed job 41\.server in a state that is none"):
+            pbs_module._found("41.server", {"job_state": "M"})
+
+    def test_qstat_must_tell_of_each_job(self, fake: FakeScheduler, make: Make) -> None:
+        """Some releases print the first alone of the jobs that they are asked for."""
+        fake.hold()
+        for name in ("one", "two"):
+            start_run(make(name), assume_yes=True)
+        assert len(query_queue(["41.server", "42.server"]).jobs) == 2
+        program = (fake.here / "qstat").read_text().splitlines()
+        first = "import sys\nsys.argv = [*sys.argv[:3], *[word for word in sys.argv[3:] if '.' in word][:1]]"
+        (fake.here / "qstat").write_text("\n".join([program[0], first, *program[1:]]))
+        query = query_queue(["41.server", "42.server"])
+        assert (query.jobs, query.error) == ({}, "qstat printed nothing of job 42.server")
 
     def test_a_site_without_history_is_asked_without(self, fake: FakeScheduler, make: Make) -> None:
         fake.hold()
