@@ -14,7 +14,7 @@ from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpi_family
 from jobs.slurm import site as slurm_site
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.site import NodeKind, parse_count, parse_kinds, parse_minutes, query_site
 
 # srun's MPI type for the family of the mpiexec on this machine.
@@ -150,6 +150,6 @@ def draft_limit(partition: dict[str, str]) -> dict[str, Any] | None:
 def _query(*argv: str) -> str:
     try:
         return query_site(*argv)
-    except SlurmUnavailableError as error:
+    except SchedulerUnavailableError as error:
         text = f"does not answer: {error.reason}"
         raise ConfigError(argv[0], " ".join(argv[1:]), text, "is the cluster up?") from error

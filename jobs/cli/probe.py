@@ -22,7 +22,7 @@ from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
 from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
-from jobs.slurm.command import SITE_LIMIT_S, run_slurm
+from jobs.slurm.command import SITE_LIMIT_S, run_command
 from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
 from jobs.slurm.limits import check_submission, refusal
 from jobs.slurm.resources import JobSpec, job_spec
@@ -141,7 +141,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
     with without_enclosing_job():
         script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
-    submitted = run_slurm(["sbatch", "--parsable", str(script)], limit_s=SITE_LIMIT_S)
+    submitted = run_command(["sbatch", "--parsable", str(script)], limit_s=SITE_LIMIT_S)
     if submitted.error is not None:
         raise refusal(spec.cluster.name, submitted.error.reason, "probe") from submitted.error
     job_id = submitted.stdout.split()[0].partition(";")[0]

@@ -24,7 +24,7 @@ from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.resources import job_spec
 from jobs.slurm.site import left_nodes
 from jobs.status.lookup import RUNS_DIR, find_named
@@ -192,7 +192,7 @@ def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
         return
     try:
         left, excluded = left_nodes(cluster.partition, cluster.exclude)
-    except SlurmUnavailableError:
+    except SchedulerUnavailableError:
         return
     needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes
     if excluded and len(left) < needed:

@@ -19,7 +19,7 @@ from gems.utils.units import now_utc
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launchers import check_by_srun
 from jobs.launch.own_job import own_job
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import expand_nodes
 
@@ -76,7 +76,7 @@ def own_nodes() -> tuple[str, ...]:
     listed = job.nodes if job is not None and job.nodes else os.environ.get("SLURM_JOB_NODELIST", "")
     try:
         return expand_nodes([listed]) if listed else ()
-    except SlurmUnavailableError:
+    except SchedulerUnavailableError:
         return ()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
 from jobs.launch.launchers import on_each_node
-from jobs.slurm.command import CommandResult, run_slurm
+from jobs.slurm.command import CommandResult, run_command
 from jobs.slurm.resources import CODE, IMAGE, JobSpec
 
 COPY_LIMIT_S = 600.0  # a container's image has some GB
@@ -49,4 +49,4 @@ def sources(job: JobSpec, folder: RunFolder) -> dict[str, Path]:
 
 def _run(argv: list[str], limit_s: float) -> CommandResult:
     """Run a command in this process's own job."""
-    return run_slurm(argv, limit_s=limit_s, environment=os.environ)
+    return run_command(argv, limit_s=limit_s, environment=os.environ)

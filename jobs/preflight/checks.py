@@ -25,7 +25,7 @@ from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.preflight.layouts import check_layouts
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
 from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import Partition, query_accounts, query_partitions
@@ -145,7 +145,7 @@ def check_host_memory(spec: RunSpec, peak: Peak) -> None:
 def _check(name: str, look: Callable[[], Outcome]) -> Check:
     try:
         found = look()
-    except SlurmUnavailableError as reason:
+    except SchedulerUnavailableError as reason:
         return Check(name, None, f"not asked: {reason}")
     except GemsError as error:
         return Check(name, False, str(error), error)
@@ -185,7 +185,7 @@ def _check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partitio
 def _shortage(job: JobSpec, partitions: Callable[[], Sequence[Partition]]) -> str | None:
     try:
         return shortage(job, partitions())
-    except (ConfigError, SlurmUnavailableError):
+    except (ConfigError, SchedulerUnavailableError):
         return None
 
 

@@ -11,7 +11,7 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.run_plan import RunPlan, plan_run, step_s
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import estimate_wait_h
 from jobs.slurm.resources import job_spec
 from jobs.slurm.site import left_nodes
@@ -98,7 +98,7 @@ def _num_left(cluster: ClusterConfig) -> int | None:
         return None
     try:
         return len(left_nodes(cluster.partition, cluster.exclude)[0])
-    except SlurmUnavailableError:
+    except SchedulerUnavailableError:
         return None
 
 

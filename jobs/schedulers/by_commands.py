@@ -21,7 +21,7 @@ from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
 from jobs.schedulers.scheduler import Scheduler
-from jobs.slurm.command import SlurmError
+from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
 from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec, Work
 from jobs.slurm.script import call_submit, check_path, export_lines, module_lines
@@ -69,7 +69,7 @@ class ByCommands(Scheduler):
 
     @abstractmethod
     def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
-        """Return this user's jobs, or those of some that are known; raise SlurmError if there is no list of jobs."""
+        """Return this user's jobs, or those of some that are known; raise SchedulerError if there is no list."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a command that submits."""
@@ -158,14 +158,14 @@ class ByCommands(Scheduler):
         """Count this user's jobs that wait or run in a queue, or in all."""
         try:
             found = self.fetch()
-        except SlurmError:
+        except SchedulerError:
             return None
         return sum(each.job.is_active and partition in (None, each.queue) for each in found)
 
     def _query(self, job_ids: Iterable[str], limit_s: float | None = None) -> JobQuery:
         try:
             return JobQuery({each.job_id: each.job for each in self._fetch_some(job_ids, limit_s)})
-        except SlurmError as error:
+        except SchedulerError as error:
             return JobQuery(error=str(error))
 
     def _fetch_some(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[FoundJob]:

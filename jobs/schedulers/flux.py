@@ -20,7 +20,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
 from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import QUERY_LIMIT_S, SlurmUnavailableError, run_slurm
+from jobs.slurm.command import QUERY_LIMIT_S, SchedulerUnavailableError, run_command
 from jobs.slurm.jobs import Job
 from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
 from jobs.slurm.script import free_options
@@ -115,17 +115,17 @@ class Flux(ByCommands):
         """Return all of this user's jobs: asked for one that it has forgotten, `flux jobs` fails."""
         columns = "|".join(f"{{{column}}}" for column in COLUMNS)
         argv = [*_flux("jobs"), "-a", "--count=0", "--color=never", f"--format={columns}"]
-        result = run_slurm(argv, limit_s=limit_s, environment=self.environment() | {"LC_ALL": "C.UTF-8"})
+        result = run_command(argv, limit_s=limit_s, environment=self.environment() | {"LC_ALL": "C.UTF-8"})
         if result.error is not None:
             raise result.error
         rows = [line.split("|", len(COLUMNS) - 1) for line in result.lines]
         if not rows or [*map(str.strip, rows[0])] != [*COLUMNS.values()]:
-            raise SlurmUnavailableError("flux jobs", "printed no list of jobs")
+            raise SchedulerUnavailableError("flux jobs", "printed no list of jobs")
         return [_found(row) for row in rows[1:]]
 
     def cancel(self, job_ids: Sequence[str]) -> str | None:
         """Cancel jobs by one `flux cancel`."""
-        result = run_slurm([*_flux("cancel"), *job_ids], limit_s=QUERY_LIMIT_S, environment=self.environment())
+        result = run_command([*_flux("cancel"), *job_ids], limit_s=QUERY_LIMIT_S, environment=self.environment())
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         if result.error is None or (lines and all(INACTIVE in line for line in lines)):
             return None
@@ -142,13 +142,13 @@ def _own_variables() -> dict[str, str]:
 
 
 def _found(row: Sequence[str]) -> FoundJob:
-    """Read a line of `flux jobs`; raise SlurmUnavailableError if it is none."""
+    """Read a line of `flux jobs`; raise SchedulerUnavailableError if it is none."""
     values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
     state = STATES.get(values.get("state", ""))
     if state == "":
         state = RESULTS.get(values.get("result", ""))
     if len(row) != len(COLUMNS) or state is None or not re.fullmatch(JOB_ID, values["id.f58plain"]):
-        raise SlurmUnavailableError("flux jobs", f"printed {'|'.join(row)[:80]!r}, which is no job")
+        raise SchedulerUnavailableError("flux jobs", f"printed {'|'.join(row)[:80]!r}, which is no job")
     name, _, token = values["name"].rpartition(".")
     if not re.fullmatch(r"[0-9a-f]{16}", token):
         name, token = values["name"], ""

@@ -20,7 +20,7 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import CommandResult, SlurmUnavailableError, run_slurm
+from jobs.slurm.command import CommandResult, SchedulerUnavailableError, run_command
 from jobs.slurm.jobs import Job
 from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
 from jobs.slurm.script import free_options
@@ -113,7 +113,7 @@ class Pbs(ByCommands):
             result = _with_history(["qselect"], ["-u", pwd.getpwuid(os.getuid()).pw_name], limit_s)
             listed = result.check().split()
             if wrong := [word for word in listed if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
-                raise SlurmUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")
+                raise SchedulerUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")
             job_ids = [word for word in listed if self.job_id_form.fullmatch(word)]
         found = []
         for start in range(0, len(job_ids), CHUNK):
@@ -122,7 +122,7 @@ class Pbs(ByCommands):
 
     def cancel(self, job_ids: Sequence[str]) -> str | None:
         """Cancel jobs by one qdel."""
-        result = run_slurm(["qdel", *job_ids])
+        result = run_command(["qdel", *job_ids])
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         has_ended = bool(lines) and all(map(_is_forgotten, lines))
         return None if result.error is None or has_ended else str(result.error)
@@ -153,14 +153,14 @@ def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 
 def _with_history(command: list[str], words: list[str], limit_s: float | None) -> CommandResult:
-    result = run_slurm([*command, "-x", *words], limit_s=limit_s)
+    result = run_command([*command, "-x", *words], limit_s=limit_s)
     if result.error is not None and NO_HISTORY in result.error.reason:
-        return run_slurm([*command, *words], limit_s=limit_s)
+        return run_command([*command, *words], limit_s=limit_s)
     return result
 
 
 def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
-    """Query some jobs by qstat; raise SlurmError unless it tells of each, or that it does not know it.
+    """Query some jobs by qstat; raise SchedulerError unless it tells of each, or that it does not know it.
 
     Its JSON is not used: some releases leave out all jobs but the first, or print variables that are no JSON.
     """
@@ -172,7 +172,7 @@ def _query(job_ids: list[str], limit_s: float | None) -> list[FoundJob]:
     rows = _rows(result.stdout)
     missing = [job_id for job_id in job_ids if _number(job_id) not in {*rows, *forgotten}]
     if missing:
-        raise SlurmUnavailableError("qstat", f"printed nothing of job {missing[0]}")
+        raise SchedulerUnavailableError("qstat", f"printed nothing of job {missing[0]}")
     return [_found(job_id, rows[_number(job_id)]) for job_id in job_ids if _number(job_id) in rows]
 
 
@@ -200,7 +200,7 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
 def _found(job_id: str, row: Mapping[str, str]) -> FoundJob:
     state = STATES.get(row.get("job_state", ""))
     if state is None:
-        raise SlurmUnavailableError("qstat", f"printed job {job_id} in a state that is none")
+        raise SchedulerUnavailableError("qstat", f"printed job {job_id} in a state that is none")
     code, used, limit = (row.get(name) for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime"))
     used_span, limit_span = _span(used), _span(limit)
     if state == "":

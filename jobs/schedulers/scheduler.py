@@ -18,7 +18,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
-from jobs.slurm.command import SlurmError
+from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import Job, JobQuery, ListedJob
 from jobs.slurm.resources import JobSpec, Work
 
@@ -26,8 +26,8 @@ from jobs.slurm.resources import JobSpec, Work
 class Scheduler(ABC):
     """A batch system: how a job is written, submitted, found, queried and cancelled.
 
-    What it raises is a SlurmError if a command gives no answer: an answer that is slow, strange or an error is never
-    "there is no such job".
+    What it raises is a SchedulerError if a command gives no answer: an answer that is slow, strange or an error is
+    never "there is no such job".
     """
 
     name: ClassVar[str]
@@ -60,11 +60,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
-        """Find the jobs of submissions among this user's, by token; raise SlurmError if there is no list of jobs."""
+        """Find the jobs of submissions among this user's, by token; raise SchedulerError if there is no list."""
 
     @abstractmethod
     def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
-        """List those of some jobs that the system knows; raise SlurmError if there is no list of jobs."""
+        """List those of some jobs that the system knows; raise SchedulerError if there is no list of jobs."""
 
     @abstractmethod
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
@@ -150,7 +150,7 @@ def query_accounting(job_ids: Iterable[str]) -> JobQuery:
 
 
 def list_jobs(job_ids: Iterable[str]) -> list[ListedJob]:
-    """List those of some jobs that their systems know; raises SlurmError if one gives no list of jobs."""
+    """List those of some jobs that their systems know; raises SchedulerError if one gives no list of jobs."""
     return [job for system, own in _by_system(job_ids) for job in system.list_jobs(own)]
 
 
@@ -168,7 +168,7 @@ def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
     found: dict[str, ListedJob] = {}
     for name, own in by_name.items():
         if (system := SCHEDULERS.get(name)) is None:
-            raise SlurmError(name, "is no scheduler that is known here")
+            raise SchedulerError(name, "is no scheduler that is known here")
         found |= system.find_submitted(own)
     return found
 

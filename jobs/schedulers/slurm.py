@@ -12,7 +12,7 @@ from gems.runs.folder import RunFolder
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm import site
-from jobs.slurm.command import run_slurm
+from jobs.slurm.command import run_command
 from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE, Job, JobQuery, ListedJob
 from jobs.slurm.resources import JobSpec, Work
 
@@ -90,7 +90,7 @@ class Slurm(Scheduler):
 
     def requeue(self, job_id: str) -> str | None:
         """Call `scontrol requeue`."""
-        error = run_slurm(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
+        error = run_command(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
         return None if error is None else str(error)
 
     def kill_cause(self, text: str) -> str | None:
@@ -101,7 +101,7 @@ class Slurm(Scheduler):
 
     def record(self, job_id: str) -> dict[str, Any] | None:
         """Return the fields of `scontrol show job` except personal ones."""
-        result = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
+        result = run_command(["scontrol", "--oneliner", "show", "job", job_id])
         if result.error is not None:
             return None
         fields = slurm_jobs.scontrol_fields(result.lines)
@@ -110,7 +110,7 @@ class Slurm(Scheduler):
     def record_steps(self, job_id: str) -> list[dict[str, str]] | None:
         """Return sacct's steps, if the site has accounting."""
         words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
-        result = run_slurm(["sacct", *words])
+        result = run_command(["sacct", *words])
         steps = [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in result.lines]
         return None if result.error else steps or None
 

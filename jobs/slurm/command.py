@@ -1,4 +1,4 @@
-"""SLURM's commands: bounded in time, without a shell, and without what an enclosing job left in the environment."""
+"""Commands of SLURM and other schedulers: bounded in time, without a shell or an enclosing job's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gems.launch.local_launcher import without_leftovers
 
 QUERY_LIMIT_S, SITE_LIMIT_S = 10.0, 30.0
 USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # a user's own formats would hide the columns asked for
-# Messages of commands that reach no SLURM, as opposed to a refusal.
+# Messages of commands that reach no scheduler, as opposed to a refusal.
 UNREACHABLE = (
     "Unable to contact slurm controller", "Could not establish a configuration source", "slurmdbd", "connect failure",
     "Unable to process configuration", "Socket timed out", "Zero Bytes were transmitted", "Connection refused",
@@ -20,19 +20,19 @@ UNREACHABLE = (
 )  # fmt: skip
 
 
-class SlurmError(Exception):
-    """A command of SLURM's that failed, or is not available; `reason` leaves out the command's name."""
+class SchedulerError(Exception):
+    """A command that failed, or is not available; `reason` leaves out the command's name."""
 
     def __init__(self, command: str, reason: str, *, is_own_message: bool = False) -> None:
         self.reason = reason.removeprefix(f"{command}: ")
         super().__init__(f"{command} failed: {self.reason}" if is_own_message else f"{command} {reason}")
 
 
-class SlurmUnavailableError(SlurmError):
-    """The command is missing, too slow, or reaches no SLURM."""
+class SchedulerUnavailableError(SchedulerError):
+    """The command is missing, too slow, or reaches no scheduler."""
 
 
-class SlurmRefusedError(SlurmError):
+class SchedulerRefusedError(SchedulerError):
     """The command ended with an exit code other than 0."""
 
 
@@ -42,7 +42,7 @@ class CommandResult:
 
     stdout: str = ""
     stderr: str = ""
-    error: SlurmError | None = None
+    error: SchedulerError | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -50,16 +50,16 @@ class CommandResult:
         return self.stdout.splitlines()
 
     def check(self) -> str:
-        """Return stdout and stderr, or raise the SlurmUnavailableError or SlurmRefusedError."""
+        """Return stdout and stderr, or raise the SchedulerUnavailableError or SchedulerRefusedError."""
         if self.error is not None:
             raise self.error
         return self.stdout + self.stderr
 
 
-def run_slurm(
+def run_command(
     argv: Sequence[str], stdin: str = "", limit_s: float | None = None, environment: Mapping[str, str] | None = None
 ) -> CommandResult:
-    """Run one of SLURM's commands, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing.
+    """Run a command of a scheduler, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing.
 
     `environment` is that of a query, with which messages are English, unless it is given.
     """
@@ -72,15 +72,15 @@ def run_slurm(
             list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace", timeout=limit_s
         )
     except FileNotFoundError:
-        return CommandResult(error=SlurmUnavailableError(argv[0], "is not on PATH"))
+        return CommandResult(error=SchedulerUnavailableError(argv[0], "is not on PATH"))
     except subprocess.TimeoutExpired:
-        return CommandResult(error=SlurmUnavailableError(argv[0], f"did not answer within {limit_s:g} s"))
+        return CommandResult(error=SchedulerUnavailableError(argv[0], f"did not answer within {limit_s:g} s"))
     except OSError as error:
-        return CommandResult(error=SlurmUnavailableError(argv[0], f"cannot be run ({error.strerror})"))
+        return CommandResult(error=SchedulerUnavailableError(argv[0], f"cannot be run ({error.strerror})"))
     if ended.returncode == 0:
         return CommandResult(ended.stdout, ended.stderr)
     if ended.returncode < 0:
-        return CommandResult(error=SlurmUnavailableError(argv[0], f"was ended by signal {-ended.returncode}"))
+        return CommandResult(error=SchedulerUnavailableError(argv[0], f"was ended by signal {-ended.returncode}"))
     reason = " ".join((ended.stderr or ended.stdout).split()) or f"exit code {ended.returncode}"
-    kind = SlurmUnavailableError if any(text in reason for text in UNREACHABLE) else SlurmRefusedError
+    kind = SchedulerUnavailableError if any(text in reason for text in UNREACHABLE) else SchedulerRefusedError
     return CommandResult(ended.stdout, ended.stderr, kind(argv[0], reason, is_own_message=True))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gems.errors import TryLaterError
 from gems.runs.failure_cause import FailureCause
-from jobs.slurm.command import SlurmUnavailableError, run_slurm
+from jobs.slurm.command import SchedulerUnavailableError, run_command
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
@@ -110,7 +110,7 @@ def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limi
     chosen, (argv, read) = f"--jobs={','.join(whole)}", QUERIES[source]
     allocations = ["--allocations"] if source == SACCT and not steps else []
     argv = [*argv, numbers[0], "--oneliner"] if source == SCONTROL else [*argv, *allocations, chosen]
-    result = run_slurm(argv, limit_s=limit_s)
+    result = run_command(argv, limit_s=limit_s)
     if result.error is not None and "Invalid job id" not in result.error.reason:
         return JobQuery(error=str(result.error))
     jobs = read(result.lines)
@@ -135,19 +135,19 @@ def list_jobs(chosen: str) -> list[ListedJob]:
     """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
 
     squeue prints its header even if there are no jobs, so that an empty or strange answer is none. Raises
-    SlurmUnavailableError or SlurmRefusedError if there is none.
+    SchedulerUnavailableError or SchedulerRefusedError if there is none.
     """
-    result = run_slurm(["squeue", "--array", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
+    result = run_command(["squeue", "--array", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
     if result.error is not None:
         if "Invalid job id" in result.error.reason:
             return []
         raise result.error
     rows = [line.split("|", 2) for line in result.lines]
     if not rows or [*map(str.strip, rows[0])] != [*LISTED.values()]:
-        raise SlurmUnavailableError("squeue", "printed no list of jobs")
+        raise SchedulerUnavailableError("squeue", "printed no list of jobs")
     for row in rows[1:]:
         if len(row) != len(LISTED) or row[1].strip() not in (*ACTIVE, *OVER):
-            raise SlurmUnavailableError("squeue", f"printed {'|'.join(row)[:80]!r}, which is no job")
+            raise SchedulerUnavailableError("squeue", f"printed {'|'.join(row)[:80]!r}, which is no job")
     return [ListedJob(*map(str.strip, row)) for row in rows[1:]]
 
 
@@ -207,13 +207,13 @@ def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
 def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
     """Return how many jobs of this user wait or run in a partition and a qos; None if squeue does not answer."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
-    result = run_slurm(["squeue", "--noheader", "--array", "--format=%i", f"--user={os.getuid()}", *chosen])
+    result = run_command(["squeue", "--noheader", "--array", "--format=%i", f"--user={os.getuid()}", *chosen])
     return None if result.error is not None else len(result.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancel jobs by one scancel; return its error, or None."""
-    error = run_slurm(["scancel", *filter(is_job_number, job_ids)]).error
+    error = run_command(["scancel", *filter(is_job_number, job_ids)]).error
     return None if error is None else str(error)
 
 

@@ -15,7 +15,7 @@ from gems.config.cluster_presets import host_names
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError, nearest
 from gems.runs.owner import own_job_id
-from jobs.slurm.command import SlurmRefusedError, run_slurm
+from jobs.slurm.command import SchedulerRefusedError, run_command
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import UP, Accounts, Partition
@@ -229,11 +229,11 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
 
     Raises:
         ConfigError: sbatch refuses it.
-        SlurmUnavailableError: sbatch is missing, or reaches no SLURM.
+        SchedulerUnavailableError: sbatch is missing, or reaches no SLURM.
     """
     try:
-        answer = run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S).check()
-    except SlurmRefusedError as error:
+        answer = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S).check()
+    except SchedulerRefusedError as error:
         if short_of is not None and NOT_NOW.search(error.reason):
             return False, f"it would wait in the queue: {short_of}"
         raise refusal(cluster, error.reason) from error
@@ -242,7 +242,7 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
 
 def estimate_wait_h(script: str) -> float | None:
     """Return the hours after which SLURM would start a script; infinite if too few nodes are up, None if unknown."""
-    result = run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S)
+    result = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S)
     if result.error is not None:
         return math.inf if NOT_NOW.search(result.error.reason) else None
     start, _ = parse_estimate(result.stdout + result.stderr)

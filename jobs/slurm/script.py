@@ -11,7 +11,7 @@ from typing import Any
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
-from jobs.slurm.command import SlurmError, SlurmRefusedError, run_slurm
+from jobs.slurm.command import SchedulerError, SchedulerRefusedError, run_command
 from jobs.slurm.jobs import ListedJob, UnclearSubmissionError
 from jobs.slurm.resources import JobSpec
 
@@ -34,16 +34,16 @@ def call_submit(
         TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
         ConfigError: it refuses the job.
     """
-    result = run_slurm(argv, limit_s=SUBMIT_LIMIT_S, environment=environment)
+    result = run_command(argv, limit_s=SUBMIT_LIMIT_S, environment=environment)
     job_id = read_id(result.stdout)
     if result.error is None and job_id is not None:
         return job_id
-    if isinstance(result.error, SlurmRefusedError):
+    if isinstance(result.error, SchedulerRefusedError):
         raise refuse(result.error.reason) from result.error
     if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
         text = f"{system} cannot be reached, and nothing is submitted ({result.error})"
         raise TryLaterError("cluster", cluster.name, text, "try again") from result.error
-    with contextlib.suppress(SlurmError):
+    with contextlib.suppress(SchedulerError):
         if (found := find()) is not None:
             return found.job_id
     what = result.error or f"{argv[0]} printed {result.stdout[:80]!r}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
 from gems.utils.units import MIB
-from jobs.slurm.command import SITE_LIMIT_S, SlurmRefusedError, SlurmUnavailableError, run_slurm
+from jobs.slurm.command import SITE_LIMIT_S, SchedulerRefusedError, SchedulerUnavailableError, run_command
 
 MINUTES_PER_DAY = 1440
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -81,13 +81,13 @@ def asked_once() -> Iterator[None]:
 
 
 def query_site(*argv: str) -> str:
-    """Return what a command prints on either stream; raise SlurmUnavailableError if it fails."""
+    """Return what a command prints on either stream; raise SchedulerUnavailableError if it fails."""
     kept = _answers[-1] if _answers else {}
     try:
         if argv not in kept:
-            kept[argv] = run_slurm(argv, limit_s=SITE_LIMIT_S).check()
-    except SlurmRefusedError as error:
-        raise SlurmUnavailableError(argv[0], error.reason, is_own_message=True) from error
+            kept[argv] = run_command(argv, limit_s=SITE_LIMIT_S).check()
+    except SchedulerRefusedError as error:
+        raise SchedulerUnavailableError(argv[0], error.reason, is_own_message=True) from error
     return kept[argv]
 
 
@@ -96,7 +96,7 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
 
     Raises:
         ConfigError: SLURM has no such partition.
-        SlurmUnavailableError: SLURM does not answer, or has no default.
+        SchedulerUnavailableError: SLURM does not answer, or has no default.
     """
     rows = parse_partitions(query_site("scontrol", "--all", "--oneliner", "show", "partition"))
     kinds = parse_kinds(query_site("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T"))
@@ -104,7 +104,7 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
     defaults = [name for name, row in by_name.items() if row.get("Default") == "YES"]
     wanted = names.split(",") if names else defaults
     if not wanted or not by_name:
-        raise SlurmUnavailableError("scontrol", "names no default partition")
+        raise SchedulerUnavailableError("scontrol", "names no default partition")
     for name in wanted:
         if name not in by_name:
             advice = f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}"
@@ -113,7 +113,7 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
 
 
 def node_names(partition: str | None) -> tuple[str, ...]:
-    """Return the nodes of a partition, or of all; raise SlurmUnavailableError if SLURM does not answer."""
+    """Return the nodes of a partition, or of all; raise SchedulerUnavailableError if SLURM does not answer."""
     chosen = [f"--partition={partition}"] if partition else []
     return tuple(dict.fromkeys(query_site("sinfo", "--all", "--noheader", "--Node", *chosen, "--format=%N").split()))
 
@@ -121,7 +121,7 @@ def node_names(partition: str | None) -> tuple[str, ...]:
 def left_nodes(partition: str | None, exclude: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the nodes of a partition, or of all, that are not excluded, and those that are.
 
-    Raises SlurmUnavailableError if SLURM does not answer.
+    Raises SchedulerUnavailableError if SLURM does not answer.
     """
     nodes, excluded = {*node_names(partition)}, {*expand_nodes(exclude)}
     return nodes - excluded, nodes & excluded
@@ -136,7 +136,7 @@ def max_nodes(names: str | None) -> int | None:
     """Return how many nodes a job of a partition may have; None if SLURM does not answer."""
     try:
         found = query_partitions(names)
-    except (ConfigError, SlurmUnavailableError):
+    except (ConfigError, SchedulerUnavailableError):
         return None
     return max(min(each.num_nodes, each.max_nodes or each.num_nodes) for each in found)
 
@@ -145,13 +145,13 @@ def max_array_tasks() -> int:
     """Return how many tasks a job array may have; 1 where the site allows no arrays, or does not say."""
     try:
         size = parse_config(query_site("scontrol", "show", "config")).get("MaxArraySize", "")
-    except SlurmUnavailableError:
+    except SchedulerUnavailableError:
         return 1
     return max(1, int(size)) if size.isdecimal() else 1
 
 
 def query_accounts() -> Accounts:
-    """Return the accounts of this user; raise SlurmUnavailableError if SLURM keeps none, or does not answer."""
+    """Return the accounts of this user; raise SchedulerUnavailableError if SLURM keeps none, or does not answer."""
     user = pwd.getpwuid(os.getuid()).pw_name
     words = ["--noheader", "--parsable2", "show", "associations", f"user={user}", "format=Account,QOS"]
     lines = query_site("sacctmgr", *words).splitlines()
@@ -161,7 +161,7 @@ def query_accounts() -> Accounts:
         if account:
             found[account] = found.get(account, ()) + tuple(filter(None, qos.split(",")))
     if not found:
-        raise SlurmUnavailableError("sacctmgr", f"names no account of {user}")
+        raise SchedulerUnavailableError("sacctmgr", f"names no account of {user}")
     return Accounts(found, "associations" in enforced)
 
 

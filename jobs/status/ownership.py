@@ -21,7 +21,7 @@ from gems.runs.owner import SUBMITTING, Owner, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
-from jobs.slurm.command import SlurmError, SlurmUnavailableError
+from jobs.slurm.command import SchedulerError, SchedulerUnavailableError
 from jobs.slurm.jobs import ListedJob, name_submission, script_path
 
 CHAIN_JSON = "chain.json"
@@ -59,7 +59,7 @@ def is_gone(*, force: bool = False, find: Find | None = None) -> Callable[[RunFo
                 if job is not None and job.is_active:
                     active = job_id
                     break
-        except SlurmError as error:
+        except SchedulerError as error:
             doubt = str(error)
         if active is not None:
             advice = f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name="
@@ -97,7 +97,7 @@ def is_submitting(status: Mapping[str, Any], owner: Owner) -> bool:
 def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
     """Complete the interrupted submissions of some folders, by one look, and return the jobs by token.
 
-    A submission whose process is alive is left to it. Raises SlurmError if there is no list of jobs.
+    A submission whose process is alive is left to it. Raises SchedulerError if there is no list of jobs.
     """
     owners, tokens = {}, {}
     for folder in folders:
@@ -132,11 +132,11 @@ def record_submission(
 
 
 def _await_submission(token: str) -> None:
-    """Wait until no command on this machine has the submission's script in its command line, or raise SlurmError."""
+    """Wait until no command line on this machine has the submission's script, or raise SchedulerError."""
     pause, deadline_s = threading.Event(), time.monotonic() + SUBMIT_LIMIT_S
     while is_mentioned(script_path(Path(), token).name):
         if time.monotonic() > deadline_s:
-            raise SlurmUnavailableError("the submission", "has not answered yet")
+            raise SchedulerUnavailableError("the submission", "has not answered yet")
         pause.wait(POLL_S)
 
 
@@ -149,15 +149,15 @@ def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
 def find_among(job_ids: Iterable[str]) -> Find:
     """Ask once for some jobs, and return what looks them up in the answer, and others by a command each.
 
-    A job that was asked for is looked up with a SlurmError if there was no list of jobs.
+    A job that was asked for is looked up with a SchedulerError if there was no list of jobs.
     """
     wanted = set(filter(is_job_id, job_ids))
     jobs: dict[str, ListedJob] = {}
-    failure: SlurmError | None = None
+    failure: SchedulerError | None = None
     if wanted:
         try:
             jobs = {job.job_id: job for job in list_jobs(wanted)}
-        except SlurmError as error:
+        except SchedulerError as error:
             failure = error
 
     def find(job_id: str) -> ListedJob | None:
@@ -171,9 +171,9 @@ def find_among(job_ids: Iterable[str]) -> Find:
 
 
 def _find(job_id: str) -> ListedJob | None:
-    """Return a job; None if its system has forgotten it. Raises SlurmError if there is no list of jobs."""
+    """Return a job; None if its system has forgotten it. Raises SchedulerError if there is no list of jobs."""
     if not is_job_id(job_id):
-        raise SlurmError("the queue", f"cannot be asked for job {job_id!r}")
+        raise SchedulerError("the queue", f"cannot be asked for job {job_id!r}")
     return next((job for job in list_jobs([job_id]) if job.job_id == job_id), None)
 
 

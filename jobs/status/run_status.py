@@ -18,7 +18,7 @@ from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
 from jobs.schedulers.scheduler import is_job_id, query_accounting, query_queue, scheduler_of
-from jobs.slurm.command import SlurmError
+from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, STARTING, Job, JobQuery
 from jobs.status.ownership import complete_submissions, read_chain
 
@@ -165,7 +165,7 @@ def _complete(folders: Sequence[RunFolder]) -> str | None:
     """Complete interrupted submissions, and return why it cannot be told whether SLURM has a job."""
     try:
         complete_submissions(folders)
-    except SlurmError as error:
+    except SchedulerError as error:
         return str(error)
     return None
 

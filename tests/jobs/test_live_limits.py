@@ -10,7 +10,7 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_account, check_partitions
 from jobs.slurm.resources import job_spec
 from jobs.slurm.site import Accounts, max_nodes, query_accounts, query_partitions
@@ -131,14 +131,14 @@ def test_names_of_accounts_have_no_case(site: FakeSlurm, resolved: Callable[...,
 @pytest.mark.parametrize("command", ["scontrol", "sinfo"])
 def test_a_slurm_that_does_not_answer(site: FakeSlurm, command: str) -> None:
     site.says(command, error="slurm_load_partitions: Unable to contact slurm controller (connect failure)", code=1)
-    with pytest.raises(SlurmUnavailableError, match=rf"^{command} failed: .*Unable to contact"):
+    with pytest.raises(SchedulerUnavailableError, match=rf"^{command} failed: .*Unable to contact"):
         query_partitions("gpu")
 
 
 def test_there_is_no_slurm(slurm: FakeSlurm) -> None:
-    with pytest.raises(SlurmUnavailableError, match=r"^scontrol is not on PATH$"):
+    with pytest.raises(SchedulerUnavailableError, match=r"^scontrol is not on PATH$"):
         query_partitions("gpu")
-    with pytest.raises(SlurmUnavailableError, match=r"^sacctmgr is not on PATH$"):
+    with pytest.raises(SchedulerUnavailableError, match=r"^sacctmgr is not on PATH$"):
         query_accounts()
 
 
@@ -148,7 +148,7 @@ def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
     found = query_accounts()
     assert found == Accounts({"physics": ("normal", "debug", "long"), "art": ()}, is_enforced=True)
     slurm.says("sacctmgr")
-    with pytest.raises(SlurmUnavailableError, match=r"names no account"):
+    with pytest.raises(SchedulerUnavailableError, match=r"names no account"):
         query_accounts()
 
 

@@ -25,7 +25,7 @@ from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
 from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
@@ -286,7 +286,7 @@ def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) 
 
 def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
     slurm.says("sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1)
-    with pytest.raises(SlurmUnavailableError):
+    with pytest.raises(SchedulerUnavailableError):
         check_script("mini", "#!/bin/sh\n")
 
 

@@ -28,7 +28,7 @@ from jobs.launch.submission import start_run, submit_chain
 from jobs.preflight.checks import preflight
 from jobs.schedulers import pbs as pbs_module
 from jobs.schedulers.scheduler import SCHEDULERS, find_job, query_queue, scheduler_of
-from jobs.slurm.command import SlurmError
+from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import UnclearSubmissionError
 from jobs.slurm.resources import job_spec
 from jobs.status.cancellation import cancel_all
@@ -181,7 +181,7 @@ def test_no_answer_is_never_no_job(fake: FakeScheduler, make: Make, system: str,
     fake.fail({"flux": "flux", "pbs": "qstat"}[system], text, code)
     assert (status(spec).state, status(spec).is_guess) == ("submitted", True)
     assert query_queue([FIRST[system]]).error is not None
-    with pytest.raises(SlurmError):
+    with pytest.raises(SchedulerError):
         SCHEDULERS[system].list_jobs([FIRST[system]])
     with pytest.raises(TryLaterError, match="nobody can tell whether it has ended"):
         start_run(spec, assume_yes=True)
@@ -451,7 +451,7 @@ class TestPbs:
         assert ((found.job.state, found.job.reason), found.token) == (expected, "abc")
 
     def test_a_state_that_is_none_is_no_answer(self) -> None:
-        with pytest.raises(SlurmError, match=r"printed job 41\.server in a state that is none"):
+        with pytest.raises(SchedulerError, match=r"printed job 41\.server in a state that is none"):
             pbs_module._found("41.server", {"job_state": "M"})
 
     def test_qstat_must_tell_of_each_job(self, fake: FakeScheduler, make: Make) -> None:
