@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     scaling.add_argument("paths", type=Path, nargs="*", metavar="RUN", help="run folder or trace.h5")
     about_table = "CSV of published step times, or folder of MLPerf's results: fit them in place of runs"
     scaling.add_argument("--table", type=Path, metavar="FILE", help=about_table)
-    scaling.add_argument("--series", metavar="NAME", help="series of the table; default all")
+    scaling.add_argument("--series", metavar="NAME", help="series of the table, or a part of their names; default all")
     scaling.add_argument("--fit-to", type=int, metavar="P", help="fit rows of up to P accelerators; default all")
     about_laws = "law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none"
     scaling.add_argument("--fit", default="all", metavar="LAW", help=about_laws)
@@ -192,7 +192,10 @@ def _published(options: Options) -> None:
 
     if options.paths:
         raise ConfigError("--table", options.table, "is fitted in place of runs", "leave the runs out")
-    answers = published_answer(choose_series(read_table(options.table), options.series), options.fit_to)
+    notes: list[str] = []
+    series = choose_series(read_table(options.table, notes.append), options.series)
+    _print_notes(notes)
+    answers = published_answer(series, options.fit_to)
     _print(options, answers, lambda: published_report(answers))
 
 

@@ -6,6 +6,9 @@ with train_samples; nodes, workload, accelerator, runs and source may be there, 
 MLPerf's logs have had three forms: of v0.5 (`:::MLPv0.5.0 resnet 1541.5 (a.py:7) train_epoch: 1`), of v0.6
 (`:::MLL 1541.5 epoch_start: {"value": null, "metadata": {...}}`) and of later rounds (`:::MLLOG {"key": ...}`). A
 result is a folder of `result_*.txt`, one of each run, in `results/SYSTEM/BENCHMARK` beside `systems/SYSTEM.json`.
+Logs of submitters differ: several ranks may write the same line, blocks overlap where evaluation runs beside training,
+and a stop may name another epoch than its start. A result that does not give the time of a step is left out, with a
+note.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +28,43 @@ from gems.errors import ConfigError, nearest
 
 NEEDED = ("series", "accelerators", "global_batch")
 NOT_VERIFIED = "not verified by MLCommons"
-V05 = re.compile(r":::MLPv[\d.]+ \S+ (?P<time>[\d.]+) \([^)]*\) (?P<key>[\w.]+)(?:: (?P<value>.*))?")
+V05 = re.compile(r":::MLPv[\d.]+ \S+ (?P<time>[\d.]+) \([^)]*\) (?P<key>[\w.]+)(?: ?: (?P<value>.*))?")
 V06 = re.compile(r":::MLL (?P<time>[\d.]+) (?P<key>[\w.]+): (?P<value>.*)")
 V07 = re.compile(r":::MLLOG (?P<value>.*)")
 FORMS = (":::MLLOG", ":::MLL ", ":::MLPv")
-INTERVALS = {"epoch_start": "epoch_stop", "block_start": "block_stop"}
+STOPS = {"epoch_stop": "epoch_start", "block_stop": "block_start"}
 BATCH = ("global_batch_size", "input_batch_size")
-SAMPLES = ("train_samples", "preproc_num_train_examples")
+SAMPLES = ("train_samples", "num_train_examples", "preproc_num_train_examples")
+# Of the benchmarks' data sets, as logs of later rounds give them: most logs of v0.6 do not.
+DATA_SET_SAMPLES = {"resnet": 1281167, "ssd": 117266}
+WHOLE_RUN = "bert"  # the benchmark whose train_samples are those of the run
+# Files of systems are JSON with these names in one round, and logs with a Python dictionary inside in another.
+NODES = re.compile(r"num(?:ber)?[_ ](?:of[_ ])?nodes\W+(\d+)")
+RANKS_PER_NODE = re.compile(r"(?:num_accelerators|accelerators_per_node)\W+(\d+)")
+ACCELERATOR = re.compile(r"\baccelerator(?:_model_name)?\W+([^\"'\\]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of an MLPerf log; `epochs` is how many a block has."""
+    """A line of an MLPerf log; `epochs` is how many a block has, `number` that of the epoch or the block's first."""
 
     key: str
     time_s: float
     value: Any
-    epochs: int = 1
+    epochs: float = 1.0
+    number: float | None = None
 
 
-def read_table(path: Path) -> dict[str, list[Row]]:
+def read_table(path: Path, note: Callable[[str], None] = lambda _: None) -> dict[str, list[Row]]:
     """Read a table, or all results below a folder, and return the rows of each series by accelerators.
 
+    A folder has a series for each benchmark, submitter and accelerator. Results that are left out go to `note`.
+
     Raises:
-        ConfigError: a file that cannot be read, or a row or log that lacks what a step's time needs.
+        ConfigError: a file that cannot be read, a row that lacks what a step's time needs, or a folder in which all
+            results do.
     """
-    found = _results(path) if path.is_dir() else _table(path)
+    found = _results(path, note) if path.is_dir() else _table(path)
     series: dict[str, list[Row]] = {}
     for name, row in found:
         series.setdefault(name, []).append(row)
@@ -61,13 +74,14 @@ def read_table(path: Path) -> dict[str, list[Row]]:
 
 
 def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str, list[Row]]:
-    """Return one of the series by its name, or all; raise ConfigError if there is none of that name."""
-    if name is None:
-        return dict(series)
-    if name not in series:
-        advice = f"allowed: {', '.join(series)}; nearest: {nearest(name, series, 1)[0]}"
+    """Return the series of that name, else those whose names contain it, or all; raise ConfigError if there is none."""
+    if name is None or name in series:
+        return dict(series) if name is None else {name: series[name]}
+    found = {key: rows for key, rows in series.items() if name in key}
+    if not found:
+        advice = f"allowed: {'; '.join(series)}; nearest: {nearest(name, series, 1)[0]}"
         raise ConfigError("series", name, "is not in the table", advice)
-    return {name: series[name]}
+    return found
 
 
 def _table(path: Path) -> Iterator[tuple[str, Row]]:
@@ -113,65 +127,97 @@ def _step_s(epoch_s: float, train_samples: float, global_batch: int) -> float:
     return epoch_s / math.ceil(train_samples / global_batch)
 
 
-def _results(folder: Path) -> Iterator[tuple[str, Row]]:
-    places = sorted({path.parent for path in folder.rglob("result_*.txt")})
-    for place in places:
-        system_json = place.parents[2] / "systems" / f"{place.parent.name}.json"
-        nodes, ranks = _system(system_json)
-        runs = [read_log(path) for path in sorted(place.glob("result_*.txt"))]
-        batches = {batch for batch, _ in runs}
-        if len(batches) > 1:
-            raise ConfigError("table", place, f"has runs of different global batches ({sorted(batches)})")
-        step_s = statistics.median(step_s for _, step_s in runs)
-        yield place.name, Row(ranks, runs[0][0], step_s, nodes, f"{place}, {NOT_VERIFIED}")
+def _results(folder: Path, note: Callable[[str], None]) -> Iterator[tuple[str, Row]]:
+    failures: list[ConfigError] = []
+    count = 0
+    for place in sorted({path.parent for path in folder.rglob("result_*.txt")}):
+        try:
+            rows = _result(place)
+        except ConfigError as error:
+            failures.append(error)
+            continue
+        count += len(rows)
+        yield from rows
+    if failures and not count:
+        raise failures[0]
+    for failure in failures:
+        note(f"left out: {failure}")
 
 
-def _system(path: Path) -> tuple[int, int]:
-    """Return the nodes and the accelerators of a system, which its file may write as text."""
+def _result(place: Path) -> list[tuple[str, Row]]:
+    """Return the series and the row of a result, the median over its runs; a row for each batch if they differ."""
+    steps: dict[int, list[float]] = {}
+    for path in sorted(place.glob("result_*.txt")):
+        batch, step_s = read_log(path)
+        steps.setdefault(batch, []).append(step_s)
+    nodes, ranks, accelerator = _system(place.parents[2] / "systems" / f"{place.parent.name}.json")
+    name = f"{place.name}, {place.parents[2].resolve().name}, {accelerator}"
+    where = f"{place}, {NOT_VERIFIED}"
+    return [(name, Row(ranks, batch, statistics.median(runs), nodes, where)) for batch, runs in steps.items()]
+
+
+def _system(path: Path) -> tuple[int, int, str]:
+    """Return the nodes, the accelerators and the name of an accelerator of a system."""
     try:
-        document = json.loads(path.read_text())
-        nodes, each = (int(document[name]) for name in ("number_of_nodes", "accelerators_per_node"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"says no number_of_nodes and accelerators_per_node ({type(error).__name__}: {error})"
-        raise ConfigError("table", path, reason, "MLPerf keeps a system's file as systems/SYSTEM.json") from error
-    return nodes, nodes * each
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        advice = "MLPerf keeps the file of a system as systems/SYSTEM.json"
+        raise ConfigError("table", path, f"cannot be read ({type(error).__name__})", advice) from error
+    nodes, each = (0 if (found := name.search(text)) is None else int(found[1]) for name in (NODES, RANKS_PER_NODE))
+    if not nodes * each:
+        raise ConfigError("table", path, "does not give the nodes and accelerators of a system, each above 0")
+    named = ACCELERATOR.search(text)
+    return nodes, nodes * each, "accelerator" if named is None else named[1].strip()
 
 
 def read_log(path: Path) -> tuple[int, float]:
     """Read the log of one run and return its global batch and the median seconds of a step.
 
+    The batch and the samples are those of the log's first lines about them; the samples of an epoch may be those of the
+    benchmark that the folder is named after. A log of v0.5 may give the batch of one rank, and does not say so.
+
     Raises:
         ConfigError: the file cannot be read or has a broken line, or it tells no batch, samples or epochs.
     """
     entries = list(_entries(path))
-    values = {entry.key: entry.value for entry in entries}
-    found = []
-    for what, keys in (("global batch", BATCH), ("training samples", SAMPLES)):
-        value = next((values[key] for key in keys if key in values), None)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ConfigError("table", path, f"tells no {what} ({' or '.join(keys)})")
-        found.append(value)
+    values = {entry.key: entry.value for entry in reversed(entries)}
+    known = DATA_SET_SAMPLES.get(path.parent.name)
+    batch = _number(path, values, BATCH, "global batch", None)
+    samples = _number(path, values, SAMPLES, "training samples", known)
     epochs = _epochs_s(entries)
     if not epochs:
         raise ConfigError("table", path, "has no whole epoch (epoch_start, block_start or train_epoch)")
-    return int(found[0]), _step_s(statistics.median(epochs), found[1], int(found[0]))
+    if path.parent.name == WHOLE_RUN:
+        return int(batch), _step_s(sum(seconds * count for seconds, count in epochs), samples, int(batch))
+    return int(batch), _step_s(statistics.median(seconds for seconds, _ in epochs), samples, int(batch))
 
 
-def _epochs_s(entries: Iterable[Entry]) -> list[float]:
-    """Return the seconds of each epoch: by epochs, else by blocks of them, else from one train_epoch to the next."""
-    by_key: dict[str, list[float]] = {}
-    begun: dict[str, Entry] = {}
-    marks = []
+def _number(path: Path, values: Mapping[str, Any], keys: Sequence[str], what: str, known: float | None) -> float:
+    value = next((values[key] for key in keys if key in values), known)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ConfigError("table", path, f"tells no {what} ({' or '.join(keys)})")
+    return float(value)
+
+
+def _epochs_s(entries: Iterable[Entry]) -> list[tuple[float, float]]:
+    """Return the seconds of an epoch and how many they stand for: by epochs, else by blocks, else by train_epoch.
+
+    A stop ends the start of its number, or the only one that is open. An epoch of v0.5 ends where evaluation begins.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*STOPS.values(), "train_epoch")}
+    begun: dict[str, dict[float | None, Entry]] = {name: {} for name in found}
     for entry in entries:
-        if entry.key in INTERVALS:
-            begun[INTERVALS[entry.key]] = entry
-        elif entry.key in begun:
-            start = begun.pop(entry.key)
-            by_key.setdefault(start.key, []).append((entry.time_s - start.time_s) / start.epochs)
-        elif entry.key == "train_epoch":
-            marks.append(entry.time_s)
-    between = [after - before for before, after in pairwise(marks)]
-    return next((found for key in INTERVALS if (found := by_key.get(key))), between)
+        if entry.key in ("train_epoch", "eval_start") and begun["train_epoch"]:
+            start = begun["train_epoch"].popitem()[1]
+            found["train_epoch"].append((entry.time_s - start.time_s, 1.0))
+        if entry.key in begun:
+            begun[entry.key].setdefault(entry.number, entry)
+        open_ones = begun.get(STOPS.get(entry.key, ""), {})
+        number = entry.number if entry.number in open_ones or len(open_ones) != 1 else next(iter(open_ones))
+        if number in open_ones:
+            start = open_ones.pop(number)
+            found[start.key].append(((entry.time_s - start.time_s) / start.epochs, start.epochs))
+    return next((spans for spans in found.values() if spans), [])
 
 
 def _entries(path: Path) -> Iterator[Entry]:
@@ -207,5 +253,7 @@ def _entry(line: str) -> Entry:
 
 
 def _with_metadata(key: str, time_s: float, document: Mapping[str, Any]) -> Entry:
-    epochs = (document.get("metadata") or {}).get("epoch_count") or 1
-    return Entry(key, time_s, document.get("value"), int(epochs))
+    metadata = document.get("metadata") or {}
+    number = metadata.get("first_epoch_num", metadata.get("epoch_num"))
+    epochs = float(metadata.get("epoch_count") or 1)
+    return Entry(key, time_s, document.get("value"), epochs, None if number is None else float(number))

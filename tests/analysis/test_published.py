@@ -54,7 +54,43 @@ def v07(*times_ms: int) -> str:
     return "\n".join([*lines, "a line of the program's own", line("run_stop", 900_000, status="success")])
 
 
-@pytest.mark.parametrize("text", [V05, V06, v07(21_000, 20_000, 19_000)])
+def v06(*lines: str) -> str:
+    """Lines without their time, one second apart unless one begins with its second."""
+    timed = ((line.split(" ", 1) if line[0].isdigit() else (str(second), line)) for second, line in enumerate(lines))
+    return "\n".join(f":::MLL {second} {line}" for second, line in timed)
+
+
+def entry(second: float, key: str, value: object = None, **metadata: object) -> str:
+    return f"{second} {key}: " + json.dumps({"value": value, "metadata": metadata})
+
+
+HEAD = (entry(0, "global_batch_size", 100), entry(0, "num_train_examples", 1000))
+OVERLAPPING = v06(
+    *HEAD, entry(0, "block_start", first_epoch_num=4, epoch_count=4), entry(100, "block_stop", first_epoch_num=4),
+    entry(100, "block_start", first_epoch_num=8, epoch_count=4), entry(179, "eval_accuracy", 0.2, epoch_num=8),
+    entry(180, "block_start", first_epoch_num=12, epoch_count=4), entry(180, "block_stop", first_epoch_num=8),
+    entry(258, "block_stop", first_epoch_num=12),
+)  # fmt: skip
+MANY_RANKS = v06(
+    *HEAD, entry(1, "epoch_start", epoch_num=1), entry(2, "epoch_start", epoch_num=1),
+    entry(21, "epoch_stop", epoch_num=2), entry(22, "epoch_stop", epoch_num=2),
+)  # fmt: skip
+EVALUATED = """
+:::MLPv0.5.0 gnmt 10.0 (train.py:61) input_batch_size: 100
+:::MLPv0.5.0 gnmt 11.0 (train.py:62) preproc_num_train_examples: 1000
+:::MLPv0.5.0 gnmt 12.0 (train.py:63) opt_learning_rate : {"deferred": true, "value": 0}
+:::MLPv0.5.0 gnmt 20.0 (train.py:80) train_epoch: 0
+:::MLPv0.5.0 gnmt 40.0 (train.py:80) eval_start: 0
+:::MLPv0.5.0 gnmt 70.0 (train.py:61) input_batch_size: 7
+:::MLPv0.5.0 gnmt 80.0 (train.py:80) train_epoch: 1
+:::MLPv0.5.0 gnmt 100.0 (train.py:80) eval_start: 1
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [V05, V06, v07(21_000, 20_000, 19_000), OVERLAPPING, MANY_RANKS, EVALUATED],
+    ids=["v0.5", "v0.6", "v0.7", "blocks that overlap", "lines of several ranks", "evaluation between epochs"],
+)  # fmt: skip
 def test_the_logs_of_three_versions_tell_the_batch_and_the_median_step(tmp_path: Path, text: str) -> None:
     path = tmp_path / "result_0.txt"
     path.write_text(text)
@@ -87,7 +123,7 @@ def result(folder: Path, *texts: str, system: str = "s8", nodes: int = 2) -> Pat
     for number, text in enumerate(texts):
         (place / f"result_{number}.txt").write_text(text)
     (folder / "systems").mkdir(exist_ok=True)
-    facts = {"number_of_nodes": str(nodes), "accelerators_per_node": 4}
+    facts = {"number_of_nodes": str(nodes), "accelerators_per_node": 4, "accelerator_model_name": "A100"}
     (folder / "systems" / f"{system}.json").write_text(json.dumps(facts))
     return folder
 
@@ -95,10 +131,46 @@ def result(folder: Path, *texts: str, system: str = "s8", nodes: int = 2) -> Pat
 def test_a_folder_of_results_is_a_series_of_medians_over_runs(tmp_path: Path) -> None:
     result(tmp_path, v07(20_000), v07(30_000), v07(21_000))
     result(tmp_path, v07(10_000), system="s16", nodes=4)
-    (small, large) = read_table(tmp_path)["resnet"]
+    (small, large) = read_table(tmp_path)[f"resnet, {tmp_path.name}, A100"]
     assert (small.accelerators, small.nodes, small.global_batch, small.step_s) == (8, 2, 100, pytest.approx(2.1))
     assert (large.accelerators, large.nodes) == (16, 4)
     assert small.where.endswith("results/s8/resnet, not verified by MLCommons")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        '{"nodes": [{"num_nodes": 16, "accelerator": "Tesla V100", "num_accelerators": 8}]}',
+        """entry: {"value": "\\"{'accelerator': 'Tesla V100', 'num_accelerators': '8', 'num_nodes': '16'}\\""}""",
+        '{"number_of_nodes": 16, "accelerators_per_node": "8", "accelerator_model_name": "Tesla V100"}',
+    ],
+)  # fmt: skip
+def test_systems_are_described_in_several_forms(tmp_path: Path, facts: str) -> None:
+    result(tmp_path, v07(20_000))
+    (tmp_path / "systems" / "s8.json").write_text(facts)
+    ((name, (row,)),) = read_table(tmp_path).items()
+    assert (name.split(", ")[-1], row.accelerators, row.nodes) == ("Tesla V100", 128, 16)
+
+
+def test_results_without_a_step_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result(tmp_path, v07(20_000))
+    result(tmp_path, v07().replace("global_batch_size", "other"), system="s16", nodes=4)
+    result(tmp_path, v07(20_000), system="cpus", nodes=0)
+    assert main(["scaling", "--table", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert [answer["fit_to"] for answer in json.loads(said.out)] == [8]
+    first, second = said.err.splitlines()
+    assert "left out" in first and "cpus.json: does not give the nodes and accelerators" in first
+    assert "left out" in second and "s16/resnet/result_0.txt: tells no global batch" in second
+
+
+def test_what_a_benchmark_is_counts_where_logs_do_not_say_it(tmp_path: Path) -> None:
+    (resnet := tmp_path / "resnet").mkdir()
+    (resnet / "result_0.txt").write_text(V06.replace("train_samples", "other"))
+    assert read_log(resnet / "result_0.txt")[1] == pytest.approx(20.0 / 12812)  # ImageNet
+    (bert := tmp_path / "bert").mkdir()  # which says how many samples the run has seen
+    (bert / "result_0.txt").write_text(V06.replace('"value": 1000', '"value": 16000'))
+    assert read_log(bert / "result_0.txt")[1] == pytest.approx(160.0 / 160)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +264,7 @@ def test_forecasts_of_the_measured_series_hold(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--series", "gaudi"], "series=gaudi: is not in the table"),
+        (["--series", "gaudi3"], "series=gaudi3: is not in the table"),
         (["--fit-to", "2"], "fit_to=2: leaves no row to fit to; the smallest has 8"),
         (["a-run"], "is fitted in place of runs"),
     ],
