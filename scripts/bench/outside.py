@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     given = rig.options(__doc__, argv, table=str(TABLE), series="", json=False)
     rig.machine()
     table = rig.Table(
-        "series:<26", "law:<12", "fitted to=fit_to:>10d", "asked=accelerators:>8d", "batch=global_batch:>9d",
+        "series:<46", "law:<12", "fitted to=fit_to:>10d", "asked=accelerators:>8d", "batch=global_batch:>9d",
         "measured ms=measured_step_s:>13.2f", "predicted ms=predicted_step_s:>14.2f", "error %=error:>9.1f",
         "interval +- %=half_width:>15.0f", "inside=inside:>8",
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
+from analysis.cli.published import published_answer
 from analysis.scaling.published import read_log, read_table
 from analysis.scaling.step_time import Row, fit_steps, next_row
 from gems.errors import ConfigError
@@ -190,28 +193,44 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
         read_table(path)
 
 
-LAWS: dict[str, Callable[[int, float], float]] = {
-    "ring of all-reduces": lambda ranks, samples: 0.01 + 0.0006 * samples + 0.02 * (1 - 1 / ranks),
-    "tree": lambda ranks, samples: 0.005 + 0.0006 * samples + 0.002 * math.log2(ranks),
-    "power": lambda ranks, samples: 0.001 * samples**0.85,
+Times = Callable[[int, float], float]
+
+
+def drawn_times(kind: str, rng: random.Random) -> Times:
+    """Draw a law of a step: 2 to 25 % are fixed, and communication grows by up to 4 % a doubling."""
+    fixed, growth, share = rng.uniform(0.001, 0.0125), rng.uniform(0.0, 0.04), rng.uniform(0.0, 0.2)
+    if kind == "tree":
+        return lambda ranks, samples: fixed + 0.05 * samples / 64 + 0.05 * growth * math.log2(ranks)
+    if kind == "ring":
+        return lambda ranks, samples: fixed + 0.05 * samples / 64 + 0.05 * share * (1 - 1 / ranks) + 1e-5 * ranks
+    return lambda ranks, samples: 0.05 * (samples / 64) ** (0.7 + share) * ranks**growth
+
+
+SCALING: dict[str, Callable[[int], int]] = {
+    "weak": lambda ranks: 64 * ranks,
+    "strong": lambda ranks: 2048,
+    "weak, then strong": lambda ranks: 64 * min(ranks, 64),
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("is_strong", [True, False])
-def test_series_that_follow_a_law_are_foreseen(name: str, is_strong: bool) -> None:
-    """Weak scaling to 64 ranks, from there on strong scaling, or weak scaling throughout."""
-    rows = [Row(8, 1024, 0.0), *(Row(ranks, 64 * ranks, 0.0) for ranks in (16, 32, 64))]
-    asked = [Row(ranks, 64 * (64 if is_strong else ranks), 0.0) for ranks in (128, 256)]
-
-    def timed(row: Row) -> Row:
-        return Row(row.accelerators, row.global_batch, LAWS[name](row.accelerators, row.samples))
-
-    model = fit_steps([timed(row) for row in rows])
-    for row in map(timed, asked):
-        found = model.step_s(row)
-        assert found.low <= row.step_s <= found.high
-        assert is_strong or found.value == pytest.approx(row.step_s, rel=0.05)
+@pytest.mark.parametrize(("scaling", "max_median"), [("weak", 0.02), ("strong", 0.05), ("weak, then strong", 0.1)])
+def test_series_of_all_reduces_are_foreseen(scaling: str, max_median: float) -> None:
+    """Fitted to 8 to 64 ranks and asked for 128 and 256; a fall of samples that nothing announced is the hardest."""
+    rng, errors, inside = random.Random(7), [], []
+    for kind in ("tree", "ring", "power") * 8:
+        times = drawn_times(kind, rng)
+        rows = [
+            Row(ranks, batch, times(ranks, batch / ranks) * math.exp(rng.gauss(0.0, 0.01)))
+            for ranks in (8, 16, 32, 64, 128, 256)
+            for batch in [SCALING[scaling](ranks)]
+        ]
+        model = fit_steps(rows[:4])
+        for row in rows[4:]:
+            found = model.step_s(row)
+            errors.append(abs(found.value / row.step_s - 1.0))
+            inside.append(found.low <= row.step_s <= found.high)
+    assert statistics.median(errors) <= max_median
+    assert statistics.mean(inside) >= 0.9
 
 
 def test_nodes_make_two_levels_of_the_network() -> None:
@@ -227,7 +246,7 @@ def test_the_next_row_is_where_laws_differ_and_nothing_was_measured() -> None:
     rows = [Row(ranks, 64 * ranks, 0.1) for ranks in (8, 16, 32)]
     model = fit_steps(rows)
     following = next_row(model, rows)
-    assert following.samples < 64 and following.accelerators in (32, 64)
+    assert following.samples != 64 and following.accelerators in (32, 64)
     assert model.disagreement(following) > model.disagreement(Row(64, 4096, 0.0))
 
 
@@ -250,15 +269,25 @@ def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.Capture
     ]  # fmt: skip
 
 
-def test_forecasts_of_the_measured_series_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def forecasts(table: Path) -> list[dict[str, Any]]:
     rows = []
-    for name, measured in read_table(TABLE).items():
+    for name, measured in read_table(table).items():
         for origin in sorted({row.accelerators for row in measured})[:-1]:
-            (answer,) = answers(capsys, "--series", name, "--fit-to", str(origin))
+            (answer,) = published_answer({name: measured}, origin)
             rows += [forecast_row(answer, each) for each in answer["points"] if each["accelerators"] <= 4 * origin]
+    return rows
+
+
+def test_forecasts_of_the_measured_series_hold() -> None:
+    rows = forecasts(TABLE)
     found = summary(rows)
     assert found["median_error"] <= 0.05 and found["share_inside"] >= 0.8 and found["widest"] <= 0.4
     assert sum(abs(row["error"]) > 0.15 for row in rows) <= 1  # TPUs from 256 to 1024: see docs/benchmarks/outside.md
+
+
+def test_intervals_hold_on_the_series_of_which_the_constants_are() -> None:
+    found = summary(forecasts(TABLE.with_name("mlperf_scaling.csv")))
+    assert found["median_error"] <= 0.1 and found["share_inside"] >= 0.8
 
 
 @pytest.mark.parametrize(
