@@ -30,12 +30,14 @@ rounding of the inputs' last digits. Three gains stand in the abstract and are c
 CAUTION = """\
 What this shows. Inception-V3's gains come out of a speed-up and of epochs that do not contain them: what is recalled \
 of the
-inputs agrees with the confirmed abstract to three digits, and is still unchecked. Of GNMT and BigLSTM the epochs are \
-not
+inputs agrees with the confirmed abstract to three digits, and is still unchecked. Of GNMT and BigLSTM the paper's \
+epochs are not
 known here: their growth was derived from the published gain, so that their gains come out whatever the truth is, and \
 their
-crossing points are no better. A crossing "by the noise scale" stands on E(B) = E_min (1 + B / B_crit), fitted to
-Inception-V3's epochs on 32 devices and more or solved from a derived ratio, which is not the paper's."""
+crossing points are no better. GNMT's epochs as others have measured them do not confirm its gain. A crossing "by the \
+noise scale"
+stands on E(B) = E_min (1 + B / B_crit), fitted to Inception-V3's epochs on 32 devices and more or solved from a derived
+ratio, which is not the paper's."""
 
 
 @dataclass(frozen=True, slots=True)
