@@ -138,7 +138,7 @@ class Pbs(ByCommands):
 def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return the options of `cluster.qsub`, its resources, and what it adds to each chunk of select."""
     form, what = r"[A-Za-z]|[a-z][a-z0-9_]+", "an option of one letter, or a resource of -l"
-    options = free_options("cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home")
+    options = free_options("cluster.qsub", cluster.qsub, OWN_KEYS, form, what, "filesystems=home", separator="_")
     if "depend" in str(options.get("W", "")):
         raise ConfigError("cluster.qsub.W", options["W"], "must have no depend", "use --after RUN or --chain N")
     if bad := [name for name, value in options.items() if len(name) > 1 and (value is True or " " in str(value))]:

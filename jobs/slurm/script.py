@@ -55,18 +55,19 @@ def call_submit(
 
 def free_options(
     key: str, options: Mapping[str, Any], own: Mapping[str, str], form: str, what: str, example: str,
-    lists: Sequence[str] = (),
+    lists: Sequence[str] = (), separator: str = "-",
 ) -> dict[str, Any]:  # fmt: skip
     """Check a free map of options: true is a bare flag, false and null leave the option out.
 
-    `own` has the options that keys of their own set, `lists` those that may be given several times.
+    `own` has the options that keys of their own set, `lists` those that may be given several times; `separator` is what
+    names have between their words.
 
     Raises:
         ConfigError: an option that a key of its own sets, no name of one, or text that would leave its line.
     """
     checked: dict[str, Any] = {}
     for name, value in options.items():
-        option = str(name).removeprefix("--").replace("_", "-") if "-" in form else str(name).removeprefix("-")
+        option = str(name).removeprefix("--").replace("_", separator)
         full = f"{key}.{shown(str(name))}"
         if option in own:
             raise ConfigError(full, value, "must not be given here", f"set {own[option]}")

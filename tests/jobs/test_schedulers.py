@@ -387,11 +387,11 @@ class TestPbs:
     def test_directives(self, make: Make) -> None:
         spec = make(
             gpus_per_node=4, partition="prod", account="physics", minutes=90, max_requeues=0,
-            qsub={"filesystems": "home:eagle", "select": "system=polaris", "V": True, "W": "umask=022"},
+            qsub={"filesystems": "home:eagle", "select": "system=polaris", "V": True, "W": "umask=022", "my_gpus": 2},
         )  # fmt: skip
         assert directives(spec) == [
             "-N one", "-l select=1:ncpus=2:mpiprocs=2:ngpus=4:system=polaris", "-l place=scatter",
-            "-l filesystems=home:eagle", "-l walltime=01:30:00", "-q prod", "-A physics", "-j oe",
+            "-l filesystems=home:eagle", "-l my_gpus=2", "-l walltime=01:30:00", "-q prod", "-A physics", "-j oe",
             f"-o {RunFolder.of(spec).logs}/", "-r n", "-V", "-W umask=022",
         ]  # fmt: skip
 
