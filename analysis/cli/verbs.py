@@ -179,7 +179,7 @@ def _scaling(options: Options) -> None:
         _published(options)
         return
     if not options.paths:
-        raise ConfigError("scaling", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
+        raise ConfigError("RUN", "none", "takes runs, or --table", f"see {PROGRAM} scaling --help")
     from analysis.cli.scaling import study_answer, study_report, write_study
 
     study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
