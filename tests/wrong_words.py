@@ -247,7 +247,7 @@ CONTRARY = st.sampled_from(
         "cluster.environment={a: [1]}",
         "cluster=slurm +cluster.environment.PATH=[1]", "cluster.container_image=x",
         "cluster.container=pyxis cluster.container_image=x",
-        "model.depth=21", "model.version=3", "model.block=zq", "model.norm=layer", "model.dropout=1", "model.dropout=2",
+        "model.depth=21", "model.version=3", "model.block=zq", "model.dropout=1", "model.dropout=2",
         "model.auxiliary=true",
         "profile.path=/no/such parallel.partitions=2", "profile.path=/ parallel.partitions=2",
         "train.initial_checkpoint=/no/such",

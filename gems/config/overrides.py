@@ -171,6 +171,8 @@ def search_path(given: Sequence[Override]) -> Iterator[Path]:
                     package = importlib.util.find_spec(str(entry).removeprefix(PACKAGE).replace("/", "."))
                 if package is None:
                     raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
+            elif not path.is_dir() and not str(entry).startswith(FILE):
+                raise ConfigError("hydra.searchpath", entry, "is not a folder")
             if path.is_dir():
                 yield path
 

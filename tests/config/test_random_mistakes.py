@@ -26,7 +26,7 @@ from analysis.__main__ import main as analysis
 from gems.cli import framework as cli
 from gems.config.schema import RunSpec
 from gems.models import layers_of
-from gems.profile import LayerProfile, ModelProfile
+from gems.profile import LayerProfile, ModelProfile, store
 from gems.profile.store import versions
 from jobs.__main__ import VERBS as JOBS
 from tests.commands import Said
@@ -77,7 +77,9 @@ def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
     patch = pytest.MonkeyPatch()
     patch.chdir(here)
     patch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    patch.setattr("gems.profile.store.take_profile", made_up_profile)
+    patch.setenv("GEMS_CACHE_DIR", str(tools / "cache"))  # others shall not find profiles that are made up
+    real = store.take_profile
+    patch.setattr(store, "take_profile", lambda spec, *how: real(spec, *how) if how else made_up_profile(spec))
     patch.setattr("jobs.cli.submit.launch", lambda *_, **__: log.write_text("launched") and 0)
     patch.setattr("gems.runs.prepare.write_bundle", lambda folder, spec: folder.mkdir(exist_ok=True) or {})
     before = signal.signal(signal.SIGPROF, _hang)

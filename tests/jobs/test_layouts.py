@@ -29,12 +29,6 @@ PLENTY = 2**34
 Resolved = Callable[..., RunSpec]
 
 
-@pytest.fixture(autouse=True)
-def _own_profiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep away from the cache of all tests, some of which put profiles of their own there."""
-    monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "layouts"))
-
-
 @pytest.mark.parametrize(
     ("words", "nodes", "expected"),
     [
