@@ -19,6 +19,7 @@ import pytest
 
 from gems.runs.code_archive import PACKAGES, code_root, hash_of
 from gems.runs.folder import RunFolder
+from tests.slurm.mini_runs import wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -82,7 +83,7 @@ def test_what_was_submitted_is_what_runs(
     assert (status["state"], status["exit_code"]) == ("finished", 0), said
     assert "the code of later" not in said
     assert f"{short_tmp}/gems-{job}-code.zip" in status["command"] and "cluster.stage" not in said
-    assert not list(short_tmp.glob("gems-*.zip"))
+    wait_until(lambda: not list(short_tmp.glob("gems-*.zip")), 60, "the nodes' copies are left")
     assert not list(tmp_path.rglob("owned"))
 
     assert (folder.path / "trace.h5").exists() and "images/s" in said  # what the job starts itself, too
