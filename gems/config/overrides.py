@@ -163,18 +163,17 @@ def search_path(given: Sequence[Override]) -> Iterator[Path]:
         values = override.value() if override.key_or_group == "hydra.searchpath" else None
         for entry in values if isinstance(values, list) else ():
             path = Path(str(entry).removeprefix(FILE))
-            if str(entry).startswith(FILE) and not path.is_dir():
-                raise ConfigError("--config-dir", path, "is not a folder")
             if str(entry).startswith(PACKAGE):
                 package = None
                 with contextlib.suppress(ImportError, ValueError, AttributeError):
                     package = importlib.util.find_spec(str(entry).removeprefix(PACKAGE).replace("/", "."))
                 if package is None:
                     raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
-            elif not path.is_dir() and not str(entry).startswith(FILE):
-                raise ConfigError("hydra.searchpath", entry, "is not a folder")
-            if path.is_dir():
+            elif path.is_dir():
                 yield path
+            else:
+                key = "--config-dir" if str(entry).startswith(FILE) else "hydra.searchpath"
+                raise ConfigError(key, path, "is not a folder")
 
 
 def _check_override(override: Override, valid: Sequence[str], folders: Sequence[Path]) -> None:

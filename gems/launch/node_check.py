@@ -24,7 +24,6 @@ from typing import Any
 from gems.launch.mpich_cleanup import FOLDER as SHARED_MEMORY
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
 
-NODE = ("SLURMD_NODENAME",)
 MIN_SHARED_BYTES = 32 << 20
 PROBE_BYTES = 1 << 16
 LINK_LIMIT_S = 10.0
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m gems.launch.node_check RUN_FOLDER GPUS", file=sys.stderr)
         return 2
     remove_stale_shared_memory()
-    node = next((os.environ[name] for name in NODE if name in os.environ), os.uname().nodename)
+    node = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     with socket.create_server(("", 0)) as server:
         threading.Thread(target=answer_probes, args=(server,), daemon=True).start()
         address = [own_address(), server.getsockname()[1]]

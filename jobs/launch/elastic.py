@@ -42,7 +42,7 @@ GONE = "SLURM has taken it from the job"
 
 
 class Recovery:
-    """Lets a run whose job has lost nodes go on, if its cluster.elastic or cluster.spare_nodes allows that.
+    """The recovery of a run whose job has lost nodes, if its cluster.elastic or cluster.spare_nodes allows one.
 
     After a failure `again` says whether the run is to be launched once more in this job, `has_moved` whether another
     start of a job continues it. `left_out` are the nodes that it may not use any more, each with its fault.

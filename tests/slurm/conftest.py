@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -121,43 +122,38 @@ def short_tmp() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture(scope="session")
-def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Yield a cluster of 2 nodes x 4 CPUs that is up; a test that takes it finds SLURM_CONF set."""
-    cluster = MiniSlurm(short_tmp / "session")
+@contextlib.contextmanager
+def running(folder: Path, *options: str) -> Iterator[MiniSlurm]:
+    """Keep a cluster up in a folder."""
+    cluster = MiniSlurm(folder)
     try:
-        up = cluster.script("up", "--nodes", "2", "--cpus", "4")
+        up = cluster.script("up", *options)
         assert up.returncode == 0, up.stderr
         yield cluster
     finally:
         down = cluster.script("down")
     assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(scope="session")
+def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
+    """Yield a cluster of 2 nodes x 4 CPUs that is up; a test that takes it finds SLURM_CONF set."""
+    with running(short_tmp / "session", "--nodes", "2", "--cpus", "4") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
 def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
     """Yield a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted; its daemons may be ended."""
-    cluster = MiniSlurm(short_tmp / "preempt")
-    try:
-        up = cluster.script("up", "--nodes", "2", "--cpus", "4", "--preempt", "20")
-        assert up.returncode == 0, up.stderr
+    with running(short_tmp / "preempt", "--nodes", "2", "--cpus", "4", "--preempt", "20") as cluster:
         yield cluster
-    finally:
-        down = cluster.script("down")
-    assert down.returncode == 0, down.stderr
 
 
 @pytest.fixture(scope="session")
 def five_nodes(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
     """Yield a cluster of 5 nodes x 2 CPUs, of which jobs may lose some."""
-    cluster = MiniSlurm(short_tmp / "five")
-    try:
-        up = cluster.script("up", "--nodes", "5", "--cpus", "2")
-        assert up.returncode == 0, up.stderr
+    with running(short_tmp / "five", "--nodes", "5", "--cpus", "2") as cluster:
         yield cluster
-    finally:
-        down = cluster.script("down")
-    assert down.returncode == 0, down.stderr
 
 
 @pytest.fixture
