@@ -79,22 +79,33 @@ def _part_or_none(path: Path) -> Trace | None:
 def load_parts(folder: Path) -> Loaded:
     """Join the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
 
+    Attempts on another layout, whose ranks and stages are others, are named in the notes and left out.
+
     Raises:
         ConfigError: there is none, or none of the last attempt is readable.
     """
     attempts = [loaded := _load_attempt(folder)]
-    for earlier in sorted(folder.glob(ATTEMPTS), reverse=True):
+    trace, notes = loaded.trace, [*loaded.notes]
+    for path in sorted(folder.glob(ATTEMPTS), reverse=True):
         if not attempts[0].trace.attributes.get("continues"):
             break
         with contextlib.suppress(ConfigError):  # one that left no trace ran no step
-            attempts.insert(0, _load_attempt(earlier))
-    trace, notes = loaded.trace, [*loaded.notes]
+            earlier = _load_attempt(path)
+            if _layout(earlier.trace) != _layout(trace):
+                first = attempts[0].trace.attributes.get("first_step", 0)
+                notes.append(f"steps before {first} ran on another layout; their traces are {path} and before")
+                break
+            attempts.insert(0, earlier)
     if len(attempts) > 1:
         trace = join_attempts([attempt.trace for attempt in attempts])
         numbers = ", ".join(map(str, np.unique(trace.steps["attempt"])))
         notes.append(f"{len(trace.steps)} steps are whole, of the attempts {numbers}")
     notes += _add_run_files(trace, RunFolder(folder))
     return Loaded(trace, tuple(path for attempt in attempts for path in attempt.paths), tuple(notes))
+
+
+def _layout(trace: Trace) -> tuple[int, int]:
+    return trace.world_size, int(trace.attributes.get("layout", 1))
 
 
 def _load_attempt(folder: Path) -> Loaded:

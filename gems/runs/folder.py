@@ -116,10 +116,15 @@ class RunFolder:
         write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
 
     @property
+    def layout_number(self) -> int:
+        """The number of the present layout, 1 for the run's own."""
+        rows = self.layouts()
+        return int(rows[-1].get("number", 1)) if rows else 1
+
+    @property
     def layout(self) -> RunFolder:
         """The folder of the present layout's configuration and plan, this one unless the run has gone on by another."""
-        rows = self.layouts()
-        number = rows[-1].get("number", 1) if rows else 1
+        number = self.layout_number
         return self if number == 1 else RunFolder(self.path / "layouts" / f"{number:04d}")
 
     def run_id(self, spec: RunSpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -131,6 +132,14 @@ def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
         except OSError:
             continue
     return sorted(found)
+
+
+def cut_power(cluster: MiniSlurm, node: str) -> None:
+    """Kill a node's daemon and all processes of jobs there; none of them sees another one die, and acts on it."""
+    victims = [daemon_of(cluster, node), *processes_on(cluster, node)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in victims:
+            os.kill(pid, number)
 
 
 def start(cluster: MiniSlurm, words: list[str]) -> None:

@@ -25,6 +25,7 @@ from tests.slurm.fault_runs import (
     ENDLESS,
     RUN,
     check_trace,
+    cut_power,
     daemon_of,
     ended,
     job_fields,
@@ -166,10 +167,8 @@ def test_a_rank_is_stopped(preempt_slurm: MiniSlurm, going: Callable[..., tuple[
 def test_a_node_goes_down(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
     """Its daemon is killed, and what ran there."""
     job, folder = going("+cluster.sbatch.no-requeue=true")
-    steps, daemon = last_steps(folder), daemon_of(preempt_slurm, "n2")
-    since_s = time.monotonic()
-    for pid in (daemon, *processes_on(preempt_slurm, "n2")):
-        os.kill(pid, signal.SIGKILL)
+    steps, since_s = last_steps(folder), time.monotonic()
+    cut_power(preempt_slurm, "n2")
     try:
         found = ended(preempt_slurm, "node's daemon and ranks killed", job, folder, 90, since_s)
     finally:

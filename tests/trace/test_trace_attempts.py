@@ -18,13 +18,14 @@ S = 1_000_000_000
 
 
 def write_attempt(
-    folder: Path, attempt: int, steps: range, begin_ns: int, utc_ns: int, *, continues: bool = True, ranks: int = 2
-) -> None:
+    folder: Path, attempt: int, steps: range, begin_ns: int, utc_ns: int, *, continues: bool = True, ranks: int = 2,
+    layout: int = 1,
+) -> None:  # fmt: skip
     """Write the parts of an attempt whose monotonic clock said `begin_ns` at `utc_ns`; a step takes a second."""
     for rank in range(ranks):
         attributes = root_attributes(
             "measured", "x", ranks, hostname="n", attempt=attempt, first_step=steps.start,
-            continues=int(continues), utc_ns=utc_ns, utc_at_ns=begin_ns,
+            continues=int(continues), layout=layout, utc_ns=utc_ns, utc_at_ns=begin_ns,
         )  # fmt: skip
         part = TracePart(part_path(folder, rank), rank, attributes)
         for place, step in enumerate(steps):
@@ -82,6 +83,18 @@ def test_an_attempt_from_the_first_step_has_nothing_before_it(run: Path) -> None
     write_attempt(run, 4, range(2), 0, 2000 * S, continues=False)
     trace = load_parts(run).trace
     assert trace.steps["step"].tolist() == [0, 1] and trace.steps["attempt"].tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, 2), (3, 2), (2, 2), (3, 1)])
+def test_attempts_on_another_layout_are_named_and_left_out(run: Path, ranks: int, layout: int) -> None:
+    archive(run, 3)
+    write_attempt(run, 4, range(7, 10), 0, 2000 * S, ranks=ranks, layout=layout)
+    archive(run, 4)
+    write_attempt(run, 5, range(9, 12), 0, 3000 * S, ranks=ranks, layout=layout)
+    loaded = load_parts(run)
+    assert loaded.trace.steps["attempt"].tolist() == [4, 4, 5, 5, 5]
+    assert f"steps before 7 ran on another layout; their traces are {run}/attempts/003 and before" in loaded.notes
+    assert run_metrics(loaded.trace).num_steps == 5 and len(run_metrics(loaded.trace).busy_s) == ranks
 
 
 def test_an_attempt_that_ran_no_step_takes_none_from_those_before(run: Path) -> None:

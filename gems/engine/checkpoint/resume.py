@@ -36,12 +36,13 @@ Checkpoint = tuple[Path, Manifest]  # a complete one
 class StartPoint:
     """Where an attempt begins: its number, and the checkpoint that it continues from, if any.
 
-    `is_own` if the run itself has saved the checkpoint.
+    `is_own` if the run itself has saved the checkpoint; `layout` is the number of the run's present layout.
     """
 
     attempt: int
     checkpoint: Checkpoint | None = None
     is_own: bool = False
+    layout: int = 1
 
     @property
     def step(self) -> int:
@@ -55,7 +56,7 @@ class StartPoint:
         """
         return {
             "attempt": self.attempt, "first_step": self.step, "continues": int(self.is_own),
-            "resumed_from": "" if self.checkpoint is None else str(self.checkpoint[0]),
+            "layout": self.layout, "resumed_from": "" if self.checkpoint is None else str(self.checkpoint[0]),
             "utc_ns": time.time_ns(), "utc_at_ns": time.perf_counter_ns(),
         }  # fmt: skip
 
@@ -78,14 +79,15 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
         ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch; or all
             of the run's own are damaged.
     """
-    attempt, resume, is_own = broadcast(comm, folder.attempt), spec.train.resume, True
+    attempt, layout = broadcast(comm, (folder.attempt, folder.layout_number))
+    resume, is_own = spec.train.resume, True
     if resume == RESUME_NEVER:
         if comm.rank == 0 and folder.checkpoints.is_dir():  # those of earlier attempts go with the last of them
             target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}" / folder.checkpoints.name
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
                 folder.checkpoints.rename(target)
-        return StartPoint(attempt)
+        return StartPoint(attempt, layout=layout)
     found = _first_complete(folder.checkpoints, comm, resume, is_own)
     if found is None and resume not in (RESUME_AUTO, RESUME_FORCE):
         is_own, found = False, _first_complete(Path(resume), comm, resume, is_own=False)
@@ -97,7 +99,7 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     if found is None:
         if comm.rank == 0 and any(folder.checkpoints.glob("*/")):
             _log.warning("no checkpoint in %s is complete: the run starts at step 0", folder.checkpoints)
-        return StartPoint(attempt)
+        return StartPoint(attempt, layout=layout)
     path, manifest = found
     identity = run_identity(spec)
     other, changed = difference(manifest.identity, identity), changed_code(manifest.identity, identity)
@@ -117,7 +119,7 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
     if comm.rank == 0:
         size = f"{len(manifest.files)} files, {sum(file.num_bytes for file in manifest.files) / 1e6:.1f} MB"
         _log.info("continues before step %d from %s (%s)", manifest.step, path, size)
-    return StartPoint(attempt, found, is_own)
+    return StartPoint(attempt, found, is_own, layout)
 
 
 def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Checkpoint | None:
