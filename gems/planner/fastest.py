@@ -10,7 +10,7 @@ from typing import Any
 from gems.config.resolve import check_batch
 from gems.errors import ConfigError
 from gems.planner.evaluate import Planner
-from gems.planner.infeasibility import leanest, refuse
+from gems.planner.infeasibility import leanest, leanest_or_refuse
 from gems.planner.search.best_first import Found, TooLarge, TooSlow, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
@@ -55,7 +55,8 @@ def fastest(
                         num_candidates=found.num_candidates + len(more))  # fmt: skip
     search_s = time.perf_counter() - search_begin
     if not found.best:
-        refuse(planner, asked, found, num_gpus, search_begin + budget_s)
+        lean = leanest_or_refuse(planner, asked, found, num_gpus, search_begin + budget_s)
+        found = replace(found, best=(lean,), num_simulated=found.num_simulated + 1)
     answer = {
         "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px,
         "width_px": spec.data.width_px, "machine": spec.machine.name, "device_bytes": spec.machine.device_bytes,

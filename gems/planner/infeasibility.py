@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.planner.evaluate import Planner
@@ -20,13 +19,15 @@ NEAR = 1.05  # how near to the smallest memory that works the answer is
 MORE_GPUS = (2, 4, 8)
 
 
-def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float) -> NoReturn:
-    """Refuse a plan that cannot fit, with the bytes needed and what would make it fit, found until `end`.
+def leanest_or_refuse(
+    planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float
+) -> Choice:
+    """Return what fits after all, though the search has not come to it, or say what would fit, found until `end`.
 
     Half of the time is for the memory, the rest for the GPUs.
 
     Raises:
-        DoesNotFitError: nothing fits.
+        DoesNotFitError: nothing fits; the line has the bytes needed and what would make it fit.
         ConfigError: nothing was found, and not because of its bytes.
     """
     limit = planner.limit_bytes
@@ -39,6 +40,8 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
     end = max(end, begin + MIN_S)
     quick = [one for one in asked if one.slowness < 2]
     memory = _least_memory(planner, quick, limit, begin + (end - begin) / 2)
+    if memory is not None and memory[0] <= limit:
+        return memory[1]
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
     advice = [] if memory is None else [f"devices of {memory[0] / GIB:.2f} GiB work ({_describe(memory[1])})"]

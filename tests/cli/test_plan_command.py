@@ -94,6 +94,15 @@ def test_what_does_not_fit_says_what_would(gems_: Gems, monkeypatch: pytest.Monk
     assert again.code == 0, again.err
 
 
+def test_what_fits_is_found_even_if_the_search_had_no_time(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gems.planner.infeasibility, "MIN_S", 60.0)
+    said = gems_(*ASKED[:-1], "0.001", "machine.device_bytes=12000", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert len(found["choices"]) == 1 and found["simulated"] == 1 and found["left"] and not found["is_exact"]
+    assert max(found["choices"][0]["peak_bytes"]) <= 12000
+
+
 def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = ModuleType("gems.planner.hybrid.inputs")
     law = SimpleNamespace(epochs=lambda batch: {4: 10.0, 8: 11.0}[batch])
