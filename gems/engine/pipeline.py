@@ -210,7 +210,7 @@ def build_pipeline(
     average = None
     if spec.train.ema_decay is not None:
         average = WeightAverage(trained(p for layer in layers for p in layer.module.parameters()), spec.train.ema_decay)
-    control = Transport(comm, hang_timeout_s, wait_state=wait_state)
+    control = Transport(comm, hang_timeout_s, spin_s, wait_state=wait_state)
     update = Update(
         spec.train, modules, gradients, optimizer, control, rank, parallel.partitions, replica,
         LrSchedule(spec, optimizer, _samples_per_epoch(spec, comm)), average,

@@ -346,8 +346,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, values: object, is_new: bool) -> None:
         for value in tree_leaves(values):
-            storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
-            if storage is not None and storage not in self._known:
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            storage = value.untyped_storage()
+            if storage not in self._known:
                 self._known.add(storage)
                 if is_new:
                     self._add(storage.nbytes())

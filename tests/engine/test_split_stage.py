@@ -238,7 +238,8 @@ def test_reset_drops_what_waits_for_its_backward():
     assert stage.num_in_flight == 0 and not any(storage() for storage in waiting)
 
 
-def test_messages_move_between_layers_in_both_halves():
+def test_messages_move_between_layers_in_both_halves(monkeypatch):
+    monkeypatch.setattr("gems.engine.stage.POLL_EVERY_S", 0.0)
     calls: list[int] = []
     stage = make_stage(*(nn.Linear(4, 4) for _ in range(3)), poll=lambda: calls.append(1))
     stage.forward(0, (torch.rand(1, 4),), None, True)

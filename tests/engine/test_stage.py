@@ -250,15 +250,17 @@ def test_the_meter_changes_no_gradient_and_ends_with_its_block():
     assert torch.allclose(x.grad, 1 - x.detach().tanh() ** 2)
 
 
-def test_messages_move_between_layers_in_forward_backward_and_evaluation():
+@pytest.mark.parametrize(("every_s", "num_polls"), [(0.0, 3), (1000.0, 0)])
+def test_messages_move_between_long_layers_in_forward_backward_and_evaluation(monkeypatch, every_s, num_polls):
+    monkeypatch.setattr("gems.engine.stage.POLL_EVERY_S", every_s)
     calls = []
     stage = Stage(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), False, lambda: calls.append(1))
     stage.forward(0, (torch.rand(1, 4),))
-    assert len(calls) == 3
+    assert len(calls) == num_polls
     stage.backward(0, (torch.ones(1, 4),))
-    assert len(calls) == 6
+    assert len(calls) == 2 * num_polls
     stage.infer((torch.rand(1, 4),))
-    assert len(calls) == 9
+    assert len(calls) == 2 * num_polls + 3
 
 
 def test_evaluation_keeps_nothing():

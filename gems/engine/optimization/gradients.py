@@ -12,8 +12,6 @@ from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
 from gems.engine.transport.links import Sums
 
-NORM_ELEMENTS = 2**22  # of which a copy in float64 is made at a time
-
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
     """Return the floating-point buffers of a module (running means and variances), in a fixed order."""
@@ -23,7 +21,7 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
 class Gradients:
     """The gradients of all stages on a rank, as views of one buffer, and their sum over all copies.
 
-    Frozen parameters have none.
+    Frozen parameters have none, and without other copies running statistics stay where they are.
 
     The buffer is [gradients by stage | running statistics | gradients of second copies], with the stages first that
     START_REDUCE sums, each by itself. What is left of the first two parts is one message. Ranks r and P-1-r hold the
@@ -42,9 +40,13 @@ class Gradients:
         self._transport = transport
         stages = sorted({stage for _, stage in modules}, key=lambda stage: (stage not in started, stage))
         copies = [[modules[key] for key in sorted(modules) if key[1] == stage] for stage in stages]
+        self._has_copies = transport.size > 1 or any(len(same) > 1 for same in copies)
         # each with those of the other copies on the rank
         self._statistics = [
-            tensors for same in copies for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)
+            tensors
+            for same in copies
+            for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)
+            if self._has_copies
         ]
         num_gradients = sum(p.numel() for same in copies for p in trained(same[0].parameters()))
         end_of_message = num_gradients + sum(tensors[0].numel() for tensors in self._statistics)
@@ -63,7 +65,6 @@ class Gradients:
                 at_second += size
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
-        self._has_copies = transport.size > 1 or bool(self._seconds)
         at = sum(self._of_stage[stage].numel() for stage in started)
         self._sum = open_sum(self._flat[at:end_of_message], transport)
         self._sums = {stage: open_sum(part, transport) for stage in started if len(part := self._of_stage[stage])}
@@ -82,9 +83,8 @@ class Gradients:
 
     def squared_norm(self, stages: Iterable[int]) -> float:
         """Return the sum of the squared gradients of some stages on this rank, in float64 and in a fixed order."""
-        parts = (part for stage in stages for part in torch.split(self._of_stage[stage], NORM_ELEMENTS))
-        squares = [part.double().square().sum() for part in parts]
-        return float(torch.stack(squares).sum()) if squares else 0.0
+        norms = [torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64) for stage in stages]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
