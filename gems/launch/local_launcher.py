@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,8 +144,8 @@ def run_ranks(
 
     Its input is the file descriptor `source`, empty unless it is given.
 
-    On time-out, SIGTERM, KeyboardInterrupt or when `give_up` (polled) returns true, the launcher and every process
-    under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
+    On time-out, SIGTERM, SIGHUP, KeyboardInterrupt or when `give_up` (polled) returns true, the launcher and every
+    process under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
 
     Raises:
         ConfigError: the launcher's program cannot be started.
@@ -152,7 +153,7 @@ def run_ranks(
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out = gave_up = False
     with contextlib.ExitStack() as stack:
-        stopped = stack.enter_context(_noting_sigterm())
+        stopped = stack.enter_context(_noting_signals())
         file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
         try:
             process = subprocess.Popen(
@@ -225,14 +226,23 @@ class _Pump:
 
 
 @contextlib.contextmanager
-def _noting_sigterm() -> Iterator[list[str]]:
-    """Collect SIGTERM in a list while the block runs (in the main thread, where Python allows it)."""
+def _noting_signals() -> Iterator[list[str]]:
+    """Collect SIGTERM and SIGHUP in a list while the block runs (in the main thread, where Python allows it).
+
+    SIGHUP is left to a caller's own handler, and to nohup, which ignores it.
+    """
     noted: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(signal.Signals(number).name))
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        noted.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, *hangup)}
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -81,7 +81,8 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
     """
     if ended.stopped_by is not None:
         number = int(signal.Signals[ended.stopped_by])
-        reason = output.cancel_reason or "cancelled, preempted or out of time"
+        usual = "its terminal was closed" if number == signal.SIGHUP else "cancelled, preempted or out of time"
+        reason = output.cancel_reason or usual
         what = f"was stopped by {ended.stopped_by}: {reason}"
         return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
     records, beats = read_records(folder), read_beats(folder.path)

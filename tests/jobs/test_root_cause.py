@@ -270,6 +270,8 @@ def test_stopped_from_outside(folder: RunFolder, write_failed: Callable[..., Non
     line = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***"
     failure = find_failure(folder, heard(line), ended(143, stopped_by="SIGTERM"))
     assert (failure.exit_code, failure.describe()) == (143, "the run was stopped by SIGTERM: time limit")
+    failure = find_failure(folder, heard(), ended(143, stopped_by="SIGHUP"))
+    assert (failure.exit_code, failure.describe()) == (129, "the run was stopped by SIGHUP: its terminal was closed")
 
 
 def test_broken_records_are_passed_over(folder: RunFolder, write_failed: Callable[..., None]) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,7 +217,7 @@ class TestRunRanks:
         wait_until(lambda: not alive(int(pids.read_text())))
 
     @pytest.mark.timeout(60)
-    @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+    @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
     def test_a_signal_to_us_ends_real_ranks(self, tmp_path: Path, name: str) -> None:
         rank = (
             "import os, pathlib, sys, time\n"
@@ -237,8 +238,17 @@ class TestRunRanks:
         wait_until(lambda: len(pids()) == 2)
         us.send_signal(getattr(signal, name))
         out, err = us.communicate(timeout=30)
-        if name == "SIGTERM":
-            assert (us.returncode, out) == (0, "SIGTERM\n")
-        else:
+        if name == "SIGINT":
             assert "KeyboardInterrupt" in err
+        else:
+            assert (us.returncode, out) == (0, f"{name}\n")
         wait_until(lambda: not any(alive(pid) for pid in pids()))
+
+    @pytest.mark.parametrize("own", [signal.SIG_IGN, lambda number, frame: None])
+    def test_nohup_and_the_callers_own_handler_of_sighup_stay(self, own: Any) -> None:
+        before = signal.signal(signal.SIGHUP, own)
+        try:
+            ended = ranks.run_ranks(python(f"import os; os.kill({os.getpid()}, 1)"), os.environ, echo=False)
+            assert (ended.returncode, ended.stopped_by) == (0, None) and signal.getsignal(signal.SIGHUP) is own
+        finally:
+            signal.signal(signal.SIGHUP, before)
