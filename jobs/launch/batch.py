@@ -87,7 +87,6 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             code = launch(
                 folder, folder.read_spec(), echo=False, request=request, work=work, recovery=recovery
             )  # fmt: skip
-        hand_over(folder)
         return 0 if recovery.has_moved else code
     except GemsError as error:
         report("jobs", str(error))
@@ -97,6 +96,8 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             folder.write_status("failed", exit_code=code, cause=str(error), cause_class=cause_class, job_id=own)
         return code
     finally:
+        with contextlib.suppress(GemsError, OSError):  # what is wrong with the folder has been reported
+            hand_over(folder)
         notify(folder)
 
 

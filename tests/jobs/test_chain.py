@@ -10,7 +10,7 @@ import pytest
 
 from gems.cli.framework import main
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, TryLaterError
+from gems.errors import ConfigError, GemsError, NodeFailedError, StalledError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, read_owner, take
 from gems.utils.atomic_io import read_json, write_json
@@ -68,6 +68,28 @@ def test_a_job_with_nothing_left_to_do_ends_at_once(
     assert run_prepared(folder, StopRequest(), "token") == 0
     assert f"the run is {state}; this job of its chain has nothing to do" in capfd.readouterr().err
     assert folder.status_json.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "job_id"),
+    [(NodeFailedError("too few nodes"), "requeued", "42"), (StalledError("the probe"), "requeued", "42"),
+     (ConfigError("run folder", "x", "is wrong"), "failed", "41")],
+)  # fmt: skip
+def test_the_next_job_takes_over_from_a_launch_that_raises(
+    error: GemsError, state: str, job_id: str, prepared: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared()
+    write_json(run.path / CHAIN_JSON, {"jobs": ["41", "42"]})
+    run.write_status("submitted", job_id="41")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+
+    def launch(*words: object, **more: object) -> int:
+        raise error
+
+    monkeypatch.setattr("jobs.launch.batch.launch", launch)
+    assert run_prepared(run, StopRequest(), "") == error.exit_code
+    status = run.read_status()
+    assert (status["state"], status["job_id"], status["exit_code"]) == (state, job_id, error.exit_code)
 
 
 def test_a_refused_job_makes_the_chain_shorter(
