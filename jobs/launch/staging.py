@@ -35,9 +35,11 @@ def staged(job: JobSpec, folder: RunFolder) -> Iterator[JobSpec]:
                 copied.append(what)
             else:
                 report("jobs", f"cluster.stage: {path} is read by all nodes where it is ({error})")
-    yield replace(job, staged=tuple(copied))
-    if copied:
-        _run([*on_each_node(job), "rm", "-f", *map(job.stage_path, copied)], REMOVE_LIMIT_S)
+    try:
+        yield replace(job, staged=tuple(copied))
+    finally:
+        if copied:
+            _run([*on_each_node(job), "rm", "-f", *map(job.stage_path, copied)], REMOVE_LIMIT_S)
 
 
 def sources(job: JobSpec, folder: RunFolder) -> dict[str, Path]:

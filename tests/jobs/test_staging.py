@@ -42,6 +42,16 @@ def test_ranks_run_the_copy_of_the_code_which_is_removed(
     ]
 
 
+def test_copies_are_removed_after_an_error_too(
+    resolved: Callable[..., RunSpec], slurm: FakeSlurm, folder: RunFolder
+) -> None:
+    slurm.says("sbcast")
+    slurm.says("srun")
+    with pytest.raises(KeyboardInterrupt), staged(job_spec(resolved(*WORDS)), folder):
+        raise KeyboardInterrupt
+    assert slurm.asked()[-1].endswith("rm -f /local/gems-41-code.zip")
+
+
 @pytest.mark.parametrize("container", ["apptainer", "pyxis"])
 def test_an_image_is_copied_and_the_copy_of_the_code_seen_in_it(
     resolved: Callable[..., RunSpec], slurm: FakeSlurm, folder: RunFolder, tmp_path: Path, container: str
