@@ -55,7 +55,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_noted = False
-        self._is_passed_on = False
         self._before: object = None
 
     def __enter__(self) -> Self:
@@ -68,13 +67,12 @@ class StopRequest:
             signal.signal(signal.SIGUSR2, self._before)  # type: ignore[arg-type]
 
     def pass_on(self, folder: RunFolder) -> None:
-        """Write stop.json once the signal has come; the ranks stop at the end of a step."""
-        if not self.is_noted or self._is_passed_on:
+        """Write stop.json once the signal has come, for each launch; the ranks stop at the end of a step."""
+        if not self.is_noted or folder.stop_json.exists():
             return
         by = f"launcher {os.getpid()} on {os.uname().nodename}"
         with contextlib.suppress(OSError):  # the file system may be back at the next call
             write_json(folder.stop_json, {"reason": signal.SIGUSR2.name, "utc": now_utc("milliseconds"), "by": by})
-            self._is_passed_on = True
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         self.is_noted = True

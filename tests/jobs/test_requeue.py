@@ -294,7 +294,7 @@ def test_sigusr2_makes_a_run_here_save_and_stop(
     assert (folder.path / "attempts" / "001" / "stop.json").exists()
 
 
-def test_a_request_is_passed_on_once_and_to_where_one_can_write(tmp_path: Path) -> None:
+def test_a_request_is_passed_on_to_each_launch_and_to_where_one_can_write(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with StopRequest() as request:
         request.pass_on(folder)
@@ -303,6 +303,9 @@ def test_a_request_is_passed_on_once_and_to_where_one_can_write(tmp_path: Path) 
         assert request.is_noted
         request.pass_on(folder)
         assert read_json(folder.stop_json)["reason"] == "SIGUSR2"
-        folder.stop_json.unlink()
+        before = folder.stop_json.read_text()
         request.pass_on(folder)
-        assert not folder.stop_json.exists()
+        assert folder.stop_json.read_text() == before
+        folder.archive()  # as the next launch does
+        request.pass_on(folder)
+        assert folder.stop_json.exists()
