@@ -18,7 +18,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, NodeFailedError, RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
-from gems.runs.failure_cause import classify_error
+from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.runs.owner import hold, own_job_id, release
 from gems.runs.provenance import check_run_yaml
@@ -151,7 +151,7 @@ def launch(
             interrupted = isinstance(error, KeyboardInterrupt)
             code = 130 if interrupted else getattr(error, "exit_code", 1)
             cause = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
-            cause_class = str(classify_error(error).cause)
+            cause_class = str(FailureCause.CANCELLED if interrupted else classify_error(error).cause)
             state = "cancelled" if folder.cancelled_json.exists() else "failed"
             if recovery is not None and isinstance(error, NodeFailedError) and state == "failed":
                 report("jobs", str(error))

@@ -19,9 +19,11 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.runs.prepare import prepare
+from jobs.diagnosis.report import diagnose_run
 from jobs.launch import launch as launch_module
 from jobs.launch import rank_watch
 from jobs.launch.launch import JOB_FILES, collect, launch
@@ -243,6 +245,7 @@ def test_interruption_is_kept_in_the_status(tiny: Tiny, monkeypatch: pytest.Monk
         launch(folder, spec)
     status = folder.read_status()
     assert (status["state"], status["exit_code"], status["cause"]) == ("failed", 130, "interrupted")
+    assert diagnose_run(folder).cause is FailureCause.CANCELLED
 
 
 def test_missing_srun_is_kept_in_the_status(
