@@ -49,7 +49,8 @@ def probe(words: Sequence[str], options: Options) -> int:
         StalledError: they did not end, or did not start in time.
     """
     spec = compose([*TWO_RANKS, *words])
-    spec = replace(spec, cluster=replace(spec.cluster, archive_code=False))  # its folder is not a run's
+    # its folder is not a run's, and there is nothing to save
+    spec = replace(spec, cluster=replace(spec.cluster, archive_code=False, signal_before_end_s=0))
     if spec.machine.kind not in MPI_MACHINES:
         raise ConfigError("machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto")
     job = job_spec(spec)

@@ -19,12 +19,11 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
-from gems.utils.stdio import report
 from jobs.schedulers.scheduler import Scheduler
 from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
 from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec, Work
-from jobs.slurm.script import call_submit, check_path, export_lines, module_lines
+from jobs.slurm.script import call_submit, check_path, export_lines, module_lines, report_short_job
 
 PROGRAM = "jobs.launch.batch"
 
@@ -114,9 +113,7 @@ class ByCommands(Scheduler):
         except ConfigError:
             script.unlink()
             raise
-        if spec.cluster.signal_before_end_s and not is_warned(job):
-            early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
-            report("jobs", f"cluster.minutes={job.minutes} is too short to save {early}: the run is killed at its end")
+        report_short_job(job)
         return job_id
 
     def _refusal(self, cluster: ClusterConfig, reason: str) -> ConfigError:
@@ -171,8 +168,3 @@ class ByCommands(Scheduler):
     def _fetch_some(self, job_ids: Iterable[str], limit_s: float | None = None) -> list[FoundJob]:
         wanted = dict.fromkeys(job_ids)
         return [each for each in self.fetch([*wanted], limit_s) if each.job_id in wanted] if wanted else []
-
-
-def is_warned(job: JobSpec) -> bool:
-    """Return whether a job is long enough for a signal before its end, in the second half of its time."""
-    return 0 < 2 * job.cluster.signal_before_end_s <= 60 * job.minutes

@@ -18,7 +18,7 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
-from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
+from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.command import QUERY_LIMIT_S, SchedulerUnavailableError, run_command
 from jobs.slurm.jobs import Job
@@ -79,7 +79,7 @@ class Flux(ByCommands):
         if cluster.full_account is not None:
             own.append(("bank", cluster.full_account))
         own.append(("output", f"{folder.logs}/{{{{id.f58plain}}}}_0_log.out"))
-        if "signal" not in free and is_warned(job):
+        if "signal" not in free and job.has_early_signal:
             own.append(("signal", f"SIGUSR2@{cluster.signal_before_end_s}s"))
         if job.after is not None:
             own.append(("dependency", f"afterany:{job.after}"))

@@ -18,7 +18,7 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from jobs.schedulers.by_commands import ByCommands, FoundJob, is_warned
+from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.command import CommandResult, SchedulerUnavailableError, run_command
 from jobs.slurm.jobs import Job
@@ -93,7 +93,7 @@ class Pbs(ByCommands):
     def prologue(self, spec: RunSpec, job: JobSpec) -> list[str]:
         """Return the lines that go to the folder of the submission, and ask the run to save before its end."""
         lines = ['cd "${PBS_O_WORKDIR:-.}" || exit 2']
-        if is_warned(job):
+        if job.has_early_signal:
             seconds = 60 * job.minutes - job.cluster.signal_before_end_s
             lines.append(f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &  # PBS sends no signal")
         return lines

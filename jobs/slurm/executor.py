@@ -31,11 +31,10 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
-from gems.utils.stdio import report
 from jobs.slurm.jobs import UnclearSubmissionError, find_submitted, pickle_path, script_path
 from jobs.slurm.limits import refusal
 from jobs.slurm.resources import JobSpec, Work
-from jobs.slurm.script import call_submit, check_path, export_lines, free_options, module_lines
+from jobs.slurm.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
 
 OWN_KEYS = {
     "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
@@ -155,10 +154,8 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
         for path in (script, *pickles):
             path.unlink()
         raise
-    if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
-        early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
-        short = f"cluster.minutes={job.minutes} is too short to save {early}"
-        report("jobs", f"{short}: the run is killed at its time limit")
+    if not made.parameters["additional_parameters"].get("signal"):
+        report_short_job(job)
     return job_id
 
 
@@ -208,9 +205,8 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         text = f"conflicts with cluster.gpu_request={cluster.gpu_request}"
         advice = "set cluster.gpu_request=none to ask for GPUs by hand"
         raise ConfigError(f"cluster.sbatch.{name}", free[name], text, advice)
-    # A signal to the batch process alone, which asks the ranks to save, if the job is long enough for one in the second
-    # half of its time: SLURM sends it up to half a minute early.
-    if "signal" not in free and 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes:
+    # a signal to the batch process alone, which asks the ranks to save; SLURM sends it up to half a minute early
+    if "signal" not in free and job.has_early_signal:
         own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
         own["requeue"] = True

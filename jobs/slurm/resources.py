@@ -113,6 +113,11 @@ class JobSpec:
         """The unit of the site's charge."""
         return self.cluster.charge_unit if self.launcher != SIMULATED else None
 
+    @property
+    def has_early_signal(self) -> bool:
+        """Whether the job is long enough for the signal before its end, which must come in the second half."""
+        return 0 < 2 * self.cluster.signal_before_end_s <= 60 * self.minutes
+
     def summary(self) -> str:
         """Return the resources in one line."""
         charge = "" if self.charge is None else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()

@@ -11,6 +11,7 @@ from typing import Any
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
 from jobs.slurm.command import SchedulerError, SchedulerRefusedError, run_command
 from jobs.slurm.jobs import ListedJob, UnclearSubmissionError
 from jobs.slurm.resources import JobSpec
@@ -51,6 +52,14 @@ def call_submit(
     raise UnclearSubmissionError(
         "cluster", cluster.name, f"nobody can tell whether {system} has the job ({what})", advice
     )
+
+
+def report_short_job(job: JobSpec) -> None:
+    """Report if a job is too short for the signal before its end by which its run would save."""
+    if job.cluster.signal_before_end_s and not job.has_early_signal:
+        early = f"cluster.signal_before_end_s={job.cluster.signal_before_end_s} s before the end"
+        short = f"cluster.minutes={job.minutes} is too short to save {early}"
+        report("jobs", f"{short}: the run is killed at its time limit")
 
 
 def free_options(

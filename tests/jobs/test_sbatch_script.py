@@ -125,6 +125,9 @@ def test_the_batch_process_is_told_before_the_end(resolved: Callable[..., RunSpe
     assert ends(minutes=4, signal_before_end_s=120)[1:] == ["--signal=B:USR2@120"]
     assert ends(minutes=3, signal_before_end_s=120) == ["--requeue"]  # it would come when the run has hardly begun
     assert ends(signal_before_end_s=0, max_requeues=0) == []
+    short = on_slurm(resolved, tmp_path, minutes=3, signal_before_end_s=120)
+    script = executor(short, replace(job_spec(short), minutes=6), RunFolder.of(short)).script()  # of several runs
+    assert "#SBATCH --signal=B:USR2@120\n" in script
     assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == ["--no-requeue", "--signal=B:TERM@60"]
 
 
