@@ -17,14 +17,16 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment
 from gems.runs.folder import RunFolder
+from gems.runs.owner import new_token
 from gems.utils.stdio import report
 from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
+from jobs.launch.transaction import SignalsWait
 from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
-from jobs.slurm.command import SITE_LIMIT_S, run_command
-from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
-from jobs.slurm.limits import check_submission, refusal
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs, script_path
+from jobs.slurm.limits import check_submission
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import max_nodes
 
@@ -125,27 +127,31 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
 
     Its script is that of a run except for the last line, and its job is cancelled when the wait is over.
     """
-    from jobs.slurm.executor import executor, need_sbatch, without_enclosing_job
+    from jobs.slurm.executor import call_sbatch, executor
 
     if spec.cluster.scheduler != "slurm":
         text = "is probed by the first job of a run, not by this command"
         raise ConfigError("cluster.scheduler", spec.cluster.scheduler, text, "submit a run")
     check_submission(spec.cluster)
-    need_sbatch(job)
+    SCHEDULERS[spec.cluster.scheduler].check_here()
     nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)
     folder = _folder(spec, job)
     small = replace(
         job, name="probe", nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes,
         minutes=min(job.minutes, JOB_MINUTES),
     )  # fmt: skip
-    result, log, script = probe_json(folder), folder.logs / "probe.log", folder.path / "job.sh"
+    result, log, token = probe_json(folder), folder.logs / "probe.log", new_token()
+    script = script_path(folder.logs, token)
     line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
-    with without_enclosing_job():
-        script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
-    submitted = run_command(["sbatch", "--parsable", str(script)], limit_s=SITE_LIMIT_S)
-    if submitted.error is not None:
-        raise refusal(spec.cluster.name, submitted.error.reason, "probe") from submitted.error
-    job_id = submitted.stdout.split()[0].partition(";")[0]
+    script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
+    job_id = None
+    try:
+        with SignalsWait():
+            job_id = call_sbatch(spec.cluster, script, token)
+    except BaseException:
+        if job_id is not None:  # interrupted meanwhile
+            cancel_jobs([job_id])
+        raise
     report("jobs", f"job {job_id} probes {spec.cluster.name} on {nodes} nodes")
     _wait(job_id, limit_min)
     deadline_s = time.monotonic() + VISIBLE_LIMIT_S

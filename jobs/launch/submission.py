@@ -53,7 +53,7 @@ def submit_run(
     that the job begins, all of which is confirmed.
     """
     folder, scheduler = RunFolder.of(spec), SCHEDULERS[spec.cluster.scheduler]
-    scheduler.check_here(job)
+    scheduler.check_here()
     check_submission(spec.cluster)
     check_free(folder, is_gone(force=force))
     plan, layout, run = cache(partial(plan_run, spec)), plan_of_start(spec, folder), spec

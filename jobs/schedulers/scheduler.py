@@ -39,7 +39,7 @@ class Scheduler(ABC):
     has_arrays: ClassVar[bool] = False
     has_site_checks: ClassVar[bool] = False
 
-    def check_here(self, job: JobSpec) -> None:
+    def check_here(self) -> None:
         """Raise ConfigError if the system's commands are not on this machine."""
         if shutil.which(self.program) is None:
             text = f"needs {self.program}, which is not on PATH"

@@ -29,12 +29,6 @@ class Slurm(Scheduler):
     job_id_form = re.compile(slurm_jobs.JOB_NUMBER)
     has_arrays = has_site_checks = True
 
-    def check_here(self, job: JobSpec) -> None:
-        """Raise ConfigError if there is no SLURM to submit to."""
-        from jobs.slurm.executor import need_sbatch
-
-        need_sbatch(job)
-
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
         """Return the batch script of a run, by submitit."""
         from jobs.slurm.executor import executor

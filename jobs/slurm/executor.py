@@ -13,13 +13,11 @@ The only module that imports submitit; it is imported when it is needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +145,7 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
         delayed.set_timeout(job.minutes, made.max_num_timeout)
         delayed.dump(pickle)
     try:
-        job_id = _call_sbatch(spec.cluster, script, token)
+        job_id = call_sbatch(spec.cluster, script, token)
     except UnclearSubmissionError:
         raise
     except ConfigError:
@@ -159,7 +157,9 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
     return job_id
 
 
-def _call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
+def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
+    """Submit a script whose name holds the token, and return the job's number; raises as `submit_job`."""
+
     def read_id(text: str) -> str | None:
         number = re.search(r"job ([0-9]+)", text)
         return None if number is None else number[1]
@@ -168,19 +168,6 @@ def _call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
         ["sbatch", str(script)], without_leftovers(os.environ), cluster, "SLURM", read_id,
         partial(refusal, cluster.name), lambda: find_submitted([token]).get(token),
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def without_enclosing_job() -> Iterator[None]:
-    """Hide the variables of an enclosing allocation, so that they do not change the new job."""
-    before = dict(os.environ)
-    kept = without_leftovers(before)
-    for name in before.keys() - kept.keys():
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -221,13 +208,6 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own["ntasks"] = str(job.tasks)
     excluded = ",".join(dict.fromkeys(cluster.exclude))
     return {**free, **own, **({"exclude": excluded} if excluded else {})}
-
-
-def need_sbatch(job: JobSpec) -> None:
-    """Raise ConfigError if there is no SLURM to submit to."""
-    if shutil.which("sbatch") is None:
-        advice = "submit from a login node, show the script with --dry-run, or run here with cluster=local"
-        raise ConfigError("cluster.launcher", job.launcher, "needs sbatch, which is not on PATH", advice)
 
 
 def _exports(spec: RunSpec, job: JobSpec) -> list[str]:

@@ -268,9 +268,9 @@ def describe_start(start: datetime | None, nodes: str, now: datetime) -> str:
     return f"sbatch accepts it, to start {when}" + (f" on {nodes}" if nodes else "")
 
 
-def refusal(cluster: str, reason: str, what: str = "job") -> ConfigError:
+def refusal(cluster: str, reason: str) -> ConfigError:
     """Return the error for a job that sbatch refuses; a TryLaterError if the queue is full."""
     is_full = QUEUE_FULL.search(reason) or (POLICY in reason and NAMED_LIMIT.search(reason) is None)
     plain = re.sub(r"(sbatch: )?(error: |fatal: )|allocation failure: ", "", reason)
-    kind, text = TryLaterError if is_full else ConfigError, f"sbatch refuses the {what}: {plain}"
+    kind, text = TryLaterError if is_full else ConfigError, f"sbatch refuses the job: {plain}"
     return kind("cluster", cluster, text, "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch")

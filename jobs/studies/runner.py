@@ -178,7 +178,7 @@ class StudyRunner:
         spec, home = packs[0][0].spec, RunFolder(self._record.path)
         scheduler = SCHEDULERS[spec.cluster.scheduler]
         check_limits(spec, job)
-        scheduler.check_here(job)
+        scheduler.check_here()
         passed(site_checks(spec, job, scheduler.script(spec, job, home)))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(is_gone(find=find))

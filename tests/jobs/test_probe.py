@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -218,18 +219,22 @@ def test_the_probes_own_job(
 ) -> None:
     """A stand-in runs the very script, whose srun leaves an answer; its job has left the queue then."""
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
     found = tmp_path / "found.json"
     found.write_text(json.dumps({**FOUND, "utc": datetime.now(UTC).isoformat()}))
     slurm.does("srun", SRUN.format(found=found, code=0))
-    slurm.does("sbatch", 'for word; do :; done; /bin/sh "$word" && echo "7;mini"')
+    slurm.does("sbatch", 'for word; do :; done; /bin/sh "$word" && echo "No maintenance. Submitted batch job 7"')
     slurm.says("squeue", error="slurm_load_jobs error: Invalid job id specified", code=1)
     words = ["cluster=mini", f"runs_dir='{tmp_path / 'my runs'}'"]
     assert probe(words, Options(json=True)) == 0
     assert json.loads(capsys.readouterr().out)["nodes"] == 2
     (line,) = [line for line in slurm.asked() if line.startswith("srun")]
     assert "--ntasks=2 --ntasks-per-node=1" in line and "gems.engine.transport.probe" in line
-    (script,) = tmp_path.glob("my runs/probe-mini-*/job.sh")
-    assert "#SBATCH --time=5\n" in script.read_text() and "#SBATCH --nodes=2\n" in script.read_text()
+    assert any("--jobs=7" in line for line in slurm.asked())
+    (script,) = tmp_path.glob("my runs/probe-mini-*/logs/.submission_file_*.sh")
+    options = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert {"#SBATCH --time=5", "#SBATCH --nodes=2", "#SBATCH --account=physics"} < set(options)
+    assert not any("signal" in line for line in options)
 
 
 def test_a_job_that_does_not_start_is_cancelled(
@@ -237,7 +242,7 @@ def test_a_job_that_does_not_start_is_cancelled(
 ) -> None:
     monkeypatch.setattr("jobs.cli.probe.POLL_S", 0.01)
     monkeypatch.setattr("jobs.cli.probe._minutes", lambda options: 0.005)
-    slurm.says("sbatch", "7")
+    slurm.says("sbatch", "Submitted batch job 7")
     slurm.says("squeue", "7|PENDING|N/A|Resources|probe")
     slurm.says("scancel")
     with pytest.raises(
@@ -245,6 +250,21 @@ def test_a_job_that_does_not_start_is_cancelled(
     ):
         probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
     assert slurm.asked()[-1] == "scancel 7"
+
+
+def test_a_job_whose_submission_is_interrupted_is_cancelled(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.does("sbatch", f"kill -INT {os.getpid()}; echo Submitted batch job 7")
+    slurm.says("scancel")
+    with pytest.raises(KeyboardInterrupt):
+        probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
+    assert slurm.asked()[-1] == "scancel 7"
+
+
+def test_a_submission_without_a_job_is_no_answer(slurm: FakeSlurm, tmp_path: Path) -> None:
+    slurm.says("sbatch")
+    slurm.says("squeue", "JOBID|STATE|COMMAND")
+    with pytest.raises(ConfigError, match="nobody can tell whether SLURM has the job"):
+        probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
 
 
 @pytest.mark.parametrize("limit", ["0", "x", "1.5"])

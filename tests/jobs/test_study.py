@@ -356,7 +356,7 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
             queue.write(f"{number}|PENDING|N/A|Priority|mine\n")
         return number
 
-    monkeypatch.setattr("jobs.slurm.executor.need_sbatch", lambda job: None)
+    slurm.says("sbatch")
     monkeypatch.setattr("jobs.slurm.executor.submit_job", take)
     return submitted
 
