@@ -43,7 +43,8 @@ VERBS = {
     ),
     "resubmit": Verb(
         "jobs.cli.resubmit:resubmit", "submit runs again from their newest checkpoint, without blocked nodes: "
-        "RUN_OR_STUDY ... [cluster.KEY=value ...] [--yes: unchanged] [--force: finished ones too]",
+        "RUN_OR_STUDY ... [cluster.KEY=value ...] [--yes: unchanged, and whatever it costs] "
+        "[--force: finished ones too]",
         ("--yes", "--force", "--again"), takes_words=True,
     ),
     "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),

@@ -23,7 +23,7 @@ from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
-from jobs.preflight.cost import FORCE, YES
+from jobs.preflight.cost import FORCE, YES, is_confirmed
 from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.resources import job_spec
 from jobs.slurm.site import left_nodes
@@ -42,6 +42,7 @@ MAY_CHANGE = (f"{CLUSTER}KEY", "train.steps", "train.checkpoint_s", "train.check
 NEEDS_CHANGE = (
     FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
 )  # fmt: skip
+NOT_CONFIRMED = "its cost was not confirmed"
 FAILED_STATES = ("failed", "lost", "stopped")
 Result = dict[str, Any]
 
@@ -50,7 +51,8 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
 
     Runs that are active are refused, finished ones unless --force, and those whose cause needs a change first unless
-    --yes. Return the worst of the exit codes, 1 for a refusal.
+    --yes. Above cluster.confirm_above_gpu_hours, of all points of a study together, it asks first unless --yes. Return
+    the worst of the exit codes, 1 for a refusal.
 
     Raises:
         ConfigError: no such run or study, or a key that would make another run of it.
@@ -76,7 +78,9 @@ def resubmit(words: Sequence[str], options: Options) -> int:
 def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> Result:
     try:
         spec, notes = _next_attempt(folder, overrides, options)
-        code = start_run(spec, force=FORCE in options.flags)
+        code = start_run(spec, assume_yes=YES in options.flags, force=FORCE in options.flags)
+        if code and job_spec(spec).is_batch:
+            raise GemsError(NOT_CONFIRMED)
     except GemsError as error:
         return _result(folder, options, "refused", str(error), error.exit_code)
     return _outcome(RunFolder.of(spec), options, notes, code)
@@ -102,7 +106,14 @@ def _resubmit_study(
         notes[point.folder.path] = said
     if not points:
         return results
-    study.begin([(point.label, point.folder.path) for point in points])
+    try:
+        if not is_confirmed([job_spec(point.spec) for point in points], assume_yes=YES in options.flags):
+            raise GemsError(NOT_CONFIRMED)
+    except GemsError as error:
+        refused = (_result(point.folder, options, "refused", str(error), error.exit_code) for point in points)
+        return [*results, *refused]
+    known = [(label, folder.path) for label, folder in study.points()]  # those without a folder yet too
+    study.begin([*known, *((point.label, point.folder.path) for point in points)])
     runner = StudyRunner(points, study, points)
     runner.run()
     waiting = {point.folder.path for point in runner.waiting}

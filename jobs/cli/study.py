@@ -57,9 +57,7 @@ def study(words: Sequence[str], options: Options) -> int:
         _show(seen, options, study=name)
         return 0
     due = [point for point, _, state in seen if is_due(state)]
-    limits = [point.spec.cluster.confirm_above_gpu_hours for point in due]
-    limit = min((limit for limit in limits if limit is not None), default=None)
-    if not is_confirmed([job_spec(point.spec) for point in due], limit, assume_yes=YES in options.flags):
+    if not is_confirmed([job_spec(point.spec) for point in due], assume_yes=YES in options.flags):
         report("jobs", "nothing is submitted")
         return 1
     counts = Counter(state for _, _, state in seen)

@@ -63,7 +63,7 @@ def submit_run(
         report("jobs", f"{layout[1]}: the run starts by {describe_layout(run)}")
     make_plan = plan if layout is None else lambda: layout[0]
     checks = passed(preflight(run, job, scheduler.script(run, job, folder), make_plan))
-    if not is_confirmed([job] * num_jobs, spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
+    if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
         report("jobs", "nothing is submitted")
         return None
     return submit_together([spec], job, [plan()], force=force, layout=layout), checks

@@ -25,8 +25,10 @@ def describe_cost(jobs: Sequence[JobSpec]) -> str:
     return f"{hours:g} GPU-hours ({what}{charge})"
 
 
-def is_confirmed(jobs: Sequence[JobSpec], limit: float | None, *, assume_yes: bool) -> bool:
-    """Ask before jobs of more than `limit` GPU-hours together, if any; raise ConfigError if stdin is no terminal."""
+def is_confirmed(jobs: Sequence[JobSpec], *, assume_yes: bool) -> bool:
+    """Ask before jobs of more GPU-hours together than the lowest limit of one; raise ConfigError without a terminal."""
+    limits = [job.cluster.confirm_above_gpu_hours for job in jobs]
+    limit = min((limit for limit in limits if limit is not None), default=None)
     hours = sum(job.gpu_hours for job in jobs if job.is_batch)
     if limit is None or hours <= limit or assume_yes:
         return True

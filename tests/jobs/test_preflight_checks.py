@@ -333,9 +333,11 @@ def test_nobody_is_there_to_ask(
 
 
 def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    job = job_spec(on(resolved, tmp_path, gpus_per_node=2, minutes=60))
-    assert is_confirmed([job], None, assume_yes=False) and is_confirmed([job], 4.0, assume_yes=False)
-    assert is_confirmed([job_spec(resolved())], 0.0, assume_yes=False)
+    for limit in (None, 4.0):
+        job = job_spec(on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=limit))
+        assert is_confirmed([job], assume_yes=False)
+    here = job_spec(resolved())
+    assert is_confirmed([replace(here, cluster=replace(here.cluster, confirm_above_gpu_hours=0.0))], assume_yes=False)
 
 
 def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     """Put a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
     seen: list[RunSpec] = []
 
-    def note(spec: RunSpec, *, force: bool = False) -> int:
+    def note(spec: RunSpec, *, assume_yes: bool, force: bool) -> int:
         seen.append(spec)
         folder = prepare(spec)
         folder.write_status("submitted", job_id=str(41 + len(seen)))
@@ -205,12 +205,14 @@ def test_of_a_study_the_failed_points_are_sent_and_with_force_one_by_one(
     tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
     folders = [prepared("a"), prepared("b", "finished", exit_code=0), prepared("c"), prepared("d", "submitted")]
-    StudyRecord(tmp_path / "runs" / "grid").begin([(each.path.name, each.path) for each in folders])
+    record = StudyRecord(tmp_path / "runs" / "grid")
+    record.begin([*((each.path.name, each.path) for each in folders), ("e", tmp_path / "runs" / "e-12345678")])
     rows = json.loads(resubmit("grid", "--json", code=2)[0])["runs"]
     assert [(row["run"], row["outcome"]) for row in rows] == [
         (folders[0].path.name, "refused"), (folders[2].path.name, "refused")
     ]  # fmt: skip
     assert all("needs sbatch, which is not on PATH" in row["why"] for row in rows) and sent == []
+    assert {folder.path.name for _, folder in record.points()} == {*(each.path.name for each in folders), "e-12345678"}
     rows = json.loads(resubmit("grid", "--json", "--force")[0])["runs"]
     assert [spec.name for spec in sent] == ["a", "c"]
     assert [(row["outcome"], row["job_id"]) for row in rows] == [("submitted", "42"), ("submitted", "43")]
@@ -222,7 +224,7 @@ def test_a_refused_submission_is_told_and_the_others_go_on(
     prepared("a")
     prepared("b")
 
-    def refuse(spec: RunSpec, *, force: bool = False) -> int:
+    def refuse(spec: RunSpec, **more: bool) -> int:
         sent.append(spec)
         raise ConfigError("cluster", "mini", "sbatch refuses the job")
 
@@ -232,6 +234,37 @@ def test_a_refused_submission_is_told_and_the_others_go_on(
         "refused, cluster=mini: sbatch refuses the job"
     ] * 2
     assert len(sent) == 2
+
+
+COSTLY = ("cluster.confirm_above_gpu_hours=0", "cluster.gpus_per_node=2")
+
+
+def test_a_run_whose_cost_is_not_confirmed_is_refused(
+    prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared()
+    asked = []
+
+    def decline(spec: RunSpec, *, assume_yes: bool, force: bool) -> int:
+        asked.append(assume_yes)
+        return 1
+
+    monkeypatch.setattr("jobs.cli.resubmit.start_run", decline)
+    for more in ((), ("--yes",)):
+        assert resubmit("one", *more, code=1)[0].endswith(": refused, its cost was not confirmed\n")
+    assert asked == [False, True]
+
+
+def test_the_cost_of_a_studys_points_is_confirmed_together(
+    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StudyRecord(tmp_path / "runs" / "grid").begin([(name, prepared(name).path) for name in "ab"])
+    out, _ = resubmit("grid", *COSTLY, code=2)
+    assert [line.partition("; add ")[2] for line in out.splitlines()] == ["--yes"] * 2 and "2 jobs" in out
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("jobs.preflight.cost.ask_yes", lambda question: False)
+    assert resubmit("grid", *COSTLY, code=1)[0].count(": refused, its cost was not confirmed\n") == 2
+    assert resubmit("grid", *COSTLY, "--yes", code=2)[0].count("needs sbatch, which is not on PATH") == 2
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(
