@@ -13,7 +13,8 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.owner import own_job_id
 
-SIMULATED = "simulated"
+SIMULATED, MPIEXEC = "simulated", "mpiexec"
+SITE_MPIEXECS = ("hydra", "pals")  # which find the nodes of a job of PBS or Flux
 PROBE = "probe"
 CODE, IMAGE = STAGED
 OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}  # launchers that work in jobs of one batch system
@@ -135,7 +136,7 @@ def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
 
 
 def job_spec(spec: RunSpec) -> JobSpec:
-    """Return the resources of a run; raise ConfigError for mpiexec on several nodes or a malformed cluster.python."""
+    """Return the resources of a run; raise ConfigError for ranks here on several nodes or a bad cluster.python."""
     cluster = spec.cluster
     nodes = cluster.nodes or 1
     python: tuple[str, ...] = (sys.executable,)
@@ -145,9 +146,11 @@ def job_spec(spec: RunSpec) -> JobSpec:
     if system != cluster.scheduler:
         text = f"starts ranks in jobs of cluster.scheduler={system} alone, and this one's is {cluster.scheduler}"
         raise ConfigError("cluster.launcher", cluster.launcher, text, "change one of them")
-    if cluster.launcher == "mpiexec" and nodes > 1:
-        text = "must be 1 with cluster.launcher=mpiexec, which starts ranks here"
-        raise ConfigError("cluster.nodes", nodes, text, "use cluster=slurm")
+    is_batch = _is_batch(cluster.launcher, cluster)
+    if nodes > 1 and (cluster.launcher == MPIEXEC or (cluster.launcher in SITE_MPIEXECS and not is_batch)):
+        text = f"must be 1 with cluster.launcher={cluster.launcher}, which starts ranks here"
+        advice = "cluster=slurm" if cluster.launcher == MPIEXEC else "cluster.launcher=srun, or cluster.scheduler=pbs"
+        raise ConfigError("cluster.nodes", nodes, text, f"use {advice}")
     if cluster.python is not None:
         try:
             python = tuple(shlex.split(cluster.python))
@@ -157,7 +160,7 @@ def job_spec(spec: RunSpec) -> JobSpec:
             raise ConfigError("cluster.python", repr(cluster.python), "must name an interpreter", "or leave it out")
     elif cluster.container_image is not None:
         python = ("python3",)
-    tasks, is_batch = spec.world_size, _is_batch(cluster.launcher, cluster)
+    tasks = spec.world_size
     return JobSpec(
         spec.name, cluster.launcher, cluster, nodes, tasks, cluster.ranks_per_node or tasks, cluster.cpus_per_rank,
         cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and is_batch,

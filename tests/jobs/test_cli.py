@@ -36,6 +36,7 @@ def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]
         (["--dry"], "option", "--dry", "--dry-run"),
         (["cluster.nodes=3"], "cluster.nodes", "3", "world size, partitions x replicas = 4"),
         (["cluster.nodes=2"], "cluster.nodes", "2", "use cluster=slurm"),
+        (["cluster=slurm", "cluster.launcher=hydra", "cluster.nodes=2"], "cluster.nodes", "2", "starts ranks here"),
         (["parallel.micro_batches=7"], "parallel.micro_batches", "7", "must be even"),
         (["parallel.partitions=50"], "parallel.partitions", "50", "must make at most"),
         (["parallel.partitions=four"], "parallel.partitions", "four", "(?i)integer"),
