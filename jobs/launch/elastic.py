@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError, RankFailedError, StalledError
+from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.owner import own_job_id, verify_gone
@@ -25,7 +25,7 @@ from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.launchers import deputy_by_srun
 from jobs.launch.nodes import END_LIMIT_S, NodeCheck, note_bad_node, own_nodes
-from jobs.launch.own_job import next_in_chain, requeue_refusal, requeue_run
+from jobs.launch.own_job import LAUNCHER, add_requeue, next_in_chain, requeue_refusal, requeue_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
 from jobs.slurm.resources import JobSpec, Work, job_spec
@@ -150,15 +150,25 @@ class Recovery:
     def replace_job(self, batch_node: str) -> None:
         """Submit the run as a new job that starts after this one, whose batch script is lost with its node.
 
+        The next job of a chain is that already. Without a smaller layout a new job counts as a requeue.
+
         Raises:
-            ConfigError: sbatch refuses it, or the folder has another owner.
+            GemsError: it has started again as often as allowed, sbatch refuses it, or the folder has another owner.
         """
         own, now = self._folder.read_own_spec(), self._folder.read_spec()
         self.left_out[batch_node] = GONE
         lost = f"node {batch_node} is lost, and the batch script with it"
         note_bad_node(self._folder, job_spec(now), batch_node, GONE)
+        if (following := next_in_chain(self._folder)) is not None:
+            report("jobs", f"{lost}; job {following}, the next of its chain, continues the run")
+            return
         sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
-        self._submit(own, sizes[0] if sizes else None, {}, lost, after=own_job_id())
+        facts: dict[str, Any] = {}
+        if not sizes:
+            if (refusal := requeue_refusal(self._folder, own.cluster, FailureCause.NODE)) is not None:
+                raise GemsError(refusal)
+            facts = {"requeue_count": add_requeue(self._folder, FailureCause.NODE, LAUNCHER, None)}
+        self._submit(own, sizes[0] if sizes else None, facts, lost, after=own_job_id())
 
     def _submit(
         self, own: RunSpec, size: int | None, facts: dict[str, Any], lost: str, after: str | None = None

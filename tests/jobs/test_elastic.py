@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from gems.config.resolve import run_id
+from gems.errors import GemsError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.utils.atomic_io import read_json
+from gems.utils.atomic_io import read_json, write_json
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch import batch as batch_module
 from jobs.launch import launch as launch_module
@@ -25,6 +26,7 @@ from jobs.launch.deputy import main as deputy
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest
 from jobs.slurm.resources import JobSpec, job_spec
+from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_recorded
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -212,3 +214,22 @@ def test_a_deputy_replaces_a_job_whose_batch_script_is_lost(
     assert (folder.read_status()["state"], folder.read_status()["job_id"]) == ("requeued", "42")
     assert slurm.asked()[-1] == "scancel 41"
     assert deputy(["one"]) == 2
+
+
+def test_the_next_job_of_a_chain_replaces_one_whose_batch_script_is_lost(
+    make: Make, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, recovery = make("cluster.elastic=[3]")
+    write_json(folder.path / CHAIN_JSON, {"jobs": ["41", "43"]})
+    recovery.replace_job("n1")
+    assert not any(line.startswith("sbatch") for line in slurm.asked())
+    assert "job 43, the next of its chain, continues the run" in capfd.readouterr().err
+    assert read_json(folder.path.parent / "bad_nodes.json")["nodes"]
+
+
+def test_without_a_smaller_layout_a_lost_batch_script_is_replaced_as_often_as_allowed(make: Make) -> None:
+    folder, _, recovery = make("cluster.spare_nodes=1", "cluster.max_requeues=1")
+    recovery.replace_job("n1")
+    assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 1)
+    with pytest.raises(GemsError, match=r"has started again 1 times, which is cluster\.max_requeues"):
+        recovery.replace_job("n2")
