@@ -87,7 +87,8 @@ def ended(
     asked = jobs("diagnose", str(folder.path), "--json")
     assert asked.stdout, asked.stderr
     told = json.loads(asked.stdout)
-    line = f"{told['cause']}: rank {told['rank']} on {told['node']}: {told['text']}"
+    where = "" if told["rank"] is None else f"rank {told['rank']} on {told['node']}: "
+    line = f"{told['cause']}: {where}{told['text']}"
     ROWS.append(
         Fault(name, str(status.get("state")), status.get("exit_code"), fields["JobState"], seconds, told["trace_steps"],
         line)
