@@ -31,7 +31,8 @@ POLL_S = 0.2
 QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
 NUMBER = re.compile(r"[0-9]{1,9}")
-SRUN_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
+LABELLING = ("srun", "flux")  # launchers that write its rank before each line
+RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
 def logs(words: Sequence[str], options: Options) -> int:
@@ -148,7 +149,7 @@ class _Printer:
         return [line + b"\n" for line in lines if self._is_wanted(line)]
 
     def _is_wanted(self, line: bytes) -> bool:
-        found = SRUN_LABEL.match(line)
+        found = RANK_LABEL.match(line)
         return self._rank is None or (found is not None and int(found[1]) == self._rank)
 
 
@@ -195,6 +196,6 @@ def _rank(folder: RunFolder, text: str | None) -> int | None:
     size, launcher = spec.world_size, spec.cluster.launcher
     if not NUMBER.fullmatch(text) or int(text) >= size:
         raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {size - 1}")
-    if size > 1 and launcher != "srun":
+    if size > 1 and launcher not in LABELLING:
         raise ConfigError("--rank", text, f"is not available: {launcher} does not label lines", "leave it out")
     return int(text) if size > 1 else None

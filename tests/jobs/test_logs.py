@@ -47,8 +47,9 @@ def test_the_last_lines(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().out.startswith("0\n1\n2\n")
 
 
-def test_one_rank(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = prepared()
+@pytest.mark.parametrize("cluster", ["mini", "flux"])
+def test_one_rank(cluster: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = prepared("one", f"cluster={cluster}")
     folder.write_status("finished", exit_code=0)
     write(folder, "0: a\n1: b\n10: x\nsrun: error: n1: task 1: Killed\n01: c\n1: d")
     logs(folder.path, "--rank", "1")
