@@ -151,18 +151,18 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
     for index, run in enumerate(read):
         job = queue.jobs.get(run.job_id or "")
         if run.recorded_state in UNFINISHED and (job is None or not job.is_active):
-            read[index] = read_recorded(run.folder)
+            fresh = read[index] = read_recorded(run.folder)
             chain = chains.get(run.folder.path, [])
             active = [each for each in chain if each in queue.jobs and queue.jobs[each].is_active]
-            if active and read[index].may_be_queued:  # the job was killed before it could name the next of its chain
-                read[index] = replace(run, status={**run.status, "job_id": active[0]}, state=WAITING[1])
+            if active and fresh.may_be_queued:  # the job was killed before it could name the next of its chain
+                read[index] = replace(fresh, status={**fresh.status, "job_id": active[0]}, state=WAITING[1])
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
     runs = (_submission(run, doubt) if run.state == SUBMITTING else _judged(run, queue, accounting) for run in read)
     return RunStatuses(_look_again(list(runs)), errors)
 
 
 def _complete(folders: Sequence[RunFolder]) -> str | None:
-    """Complete interrupted submissions, and return why it cannot be told whether SLURM has a job."""
+    """Complete interrupted submissions, and return why it is not known whether there is a job."""
     try:
         complete_submissions(folders)
     except SchedulerError as error:

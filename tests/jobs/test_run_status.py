@@ -17,6 +17,7 @@ from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from jobs.status import run_status
+from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -151,6 +152,16 @@ def test_a_run_that_ends_between_the_two_looks(prepared: Prepared, slurm: FakeSl
     folder.write_status("running", job_id="41")
     slurm.does("squeue", f"/bin/cat > '{folder.status_json}' <<'END'\n{end}END\n")
     assert of(folder).state == "finished"
+
+
+def test_of_a_killed_job_in_a_chain_the_second_look_counts(prepared: Prepared, slurm: FakeSlurm) -> None:
+    folder = prepared()
+    write_json(folder.path / CHAIN_JSON, {"jobs": ["41", "42"]})
+    folder.write_status("running", job_id="41")
+    progress = '{"step": 7, "time_ns": 1}'
+    slurm.does("squeue", f"echo '{progress}' > '{folder.progress_json}'; echo '42|PENDING|N/A|Dependency|one'")
+    found = of(folder)
+    assert (found.state, found.job_id, found.step) == ("pending", "42", 7)
 
 
 def test_step_rate_and_loss_are_those_that_rank_0_noted(prepared: Prepared, slurm: FakeSlurm) -> None:
