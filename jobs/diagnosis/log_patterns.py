@@ -36,7 +36,7 @@ PATTERNS = (
      r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"
      r"|Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup out-of-memory handler"
      r"|\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
-     r"|insufficient shared memory"),
+     r"|insufficient shared memory|PBS: job killed: v?mem .* exceeded limit"),
     (FailureCause.DEVICE,
      r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
      r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"

@@ -23,7 +23,7 @@ from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
-from jobs.schedulers.scheduler import Scheduler, scheduler_of
+from jobs.schedulers.scheduler import Scheduler, scheduler_of, title
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import read_chain
@@ -38,6 +38,7 @@ CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 DESCRIPTIONS: dict[str | None, str] = {
     FailureCause.PREEMPTED: "was preempted", FailureCause.CANCELLED: "was cancelled",
     FailureCause.TIME_LIMIT: "reached its time limit", FailureCause.NODE: "lost a node",
+    FailureCause.HOST_MEMORY: "exceeded its memory limit",
 }  # fmt: skip
 
 
@@ -177,8 +178,8 @@ def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
     """Return why a saved run is not to start again by itself, or None.
 
-    The bound is on attempts that used up their time, or that lost nodes. A preemption is SLURM's own, and costs the run
-    no attempt.
+    The bound is on attempts that used up their time or memory, or that lost nodes. A preemption is SLURM's own, and
+    costs the run no attempt.
     """
     options = {str(name).lstrip("-").replace("_", "-"): value for name, value in cluster.sbatch.items()}
     if options.get("no-requeue"):
@@ -189,7 +190,7 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
         return "cluster.max_requeues=0"
     rows = read_requeues(folder)
     used = sum(row.get("why") == why and row.get("by") == LAUNCHER for row in rows)
-    if why in (FailureCause.TIME_LIMIT, FailureCause.NODE) and used >= cluster.max_requeues:
+    if why in (FailureCause.TIME_LIMIT, FailureCause.NODE, FailureCause.HOST_MEMORY) and used >= cluster.max_requeues:
         return f"it has started again {used} times, which is cluster.max_requeues"
     return None
 
@@ -305,7 +306,7 @@ def describe_killed_run(folder: RunFolder, job: JobSpec, failure: Failure, ended
         why, failure = FailureCause.NODE, replace(failure, node=node)
     if isinstance(why, FailureCause):
         failure = replace(failure, cause_class=why)
-    what = DESCRIPTIONS.get(why, failure.what if why is None else f"was ended by SLURM: {why}")
+    what = DESCRIPTIONS.get(why, failure.what if why is None else f"was ended by {title(own_job_id())}: {why}")
     if will_restart(own):
         return "requeued", replace(failure, what=f"{what}; SLURM starts it again")
     return "cancelled" if why == FailureCause.CANCELLED else "failed", replace(failure, what=what)

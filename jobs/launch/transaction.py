@@ -96,7 +96,7 @@ def submit_owned(
     """Submit prepared runs, one job or an array of several works, and return the number of each work's job.
 
     The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of an array's script
-    and output. Raises as `submit_job`; unless nobody can tell whether SLURM has the job, the runs are as before then.
+    and output. Raises as `submit_job`; unless it is not known whether SLURM has the job, the runs are as before then.
     """
     token, pid, is_array = ownership.token, os.getpid(), len(works) > 1
     firsts = [RunFolder(Path(work.run_folders[0])) for work in works]

@@ -129,10 +129,12 @@ class Pbs(ByCommands):
 
     def kill_cause(self, text: str) -> str | None:
         """Read what PBS writes into the job's output before it ends it."""
-        found = [line["why"] for line in KILL.finditer(text)]
+        found = [line["why"].strip() for line in KILL.finditer(text)]
         if not found:
             return None
-        return FailureCause.TIME_LIMIT if "walltime" in found[-1] else found[-1].strip()
+        if re.match(r"v?mem\b", found[-1]):
+            return FailureCause.HOST_MEMORY
+        return FailureCause.TIME_LIMIT if "walltime" in found[-1] else found[-1]
 
 
 def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:

@@ -152,7 +152,7 @@ def list_jobs(chosen: str) -> list[ListedJob]:
 
 
 class UnclearSubmissionError(TryLaterError):
-    """Nobody can tell whether the batch system has taken a job."""
+    """It is not known whether the batch system has taken a job."""
 
 
 def script_path(logs: Path, token: str) -> Path:

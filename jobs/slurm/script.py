@@ -31,7 +31,7 @@ def call_submit(
     the command did not tell.
 
     Raises:
-        UnclearSubmissionError: nobody can tell whether the system has the job.
+        UnclearSubmissionError: it is not known whether the system has the job.
         TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
         ConfigError: it refuses the job.
     """
@@ -48,9 +48,9 @@ def call_submit(
         if (found := find()) is not None:
             return found.job_id
     what = result.error or f"{argv[0]} printed {result.stdout[:80]!r}"
-    advice = f"`jobs status` tells once {system} answers; submit again then"
+    advice = f"once {system} answers, `jobs status` shows whether the job exists; if not, submit again"
     raise UnclearSubmissionError(
-        "cluster", cluster.name, f"nobody can tell whether {system} has the job ({what})", advice
+        "cluster", cluster.name, f"cannot determine whether {system} accepted the job ({what})", advice
     )
 
 

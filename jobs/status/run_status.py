@@ -17,10 +17,10 @@ from gems.runs.folder import RunFolder, describe_change
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
-from jobs.schedulers.scheduler import is_job_id, query_accounting, query_queue, scheduler_of
+from jobs.schedulers.scheduler import SCHEDULERS, is_job_id, query_accounting, query_queue, scheduler_of
 from jobs.slurm.command import SchedulerError
 from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, STARTING, Job, JobQuery
-from jobs.status.ownership import complete_submissions, read_chain
+from jobs.status.ownership import SLURM, complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"
 NEVER_STARTS = "it never starts, as a job that it depends on did not end as it must; cancel it and submit it again"
@@ -175,9 +175,11 @@ def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
     where, is_here = f"process {run.status.get('pid') or ''} on {run.status.get('host')}", is_alive_here(run.status)
     if is_here or is_here is None:
         return replace(run, source=PROCESS, is_guess=is_here is None, note=f"by {where}")
+    scheduler = SCHEDULERS.get(str(run.status.get("scheduler", SLURM)))
+    system = scheduler.title if scheduler is not None else "the batch system"
     if doubt is not None:
-        return replace(run, is_guess=True, note=f"{where} has gone, and nobody can tell whether SLURM has the job")
-    return _gone(run, PROCESS, f"{where} ended before SLURM had the job")
+        return replace(run, is_guess=True, note=f"{where} has gone; cannot determine whether {system} accepted the job")
+    return _gone(run, PROCESS, f"{where} ended before {system} had the job")
 
 
 def _look_again(runs: Sequence[RunStatus]) -> tuple[RunStatus, ...]:

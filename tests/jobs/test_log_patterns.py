@@ -29,6 +29,8 @@ LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 D
         ("slurmstepd: error: StepId=7.0 exceeded memory limit (412345678 > 209715200), being killed",
         FailureCause.HOST_MEMORY),
         ("srun: error: n2: task 3: Out Of Memory", FailureCause.HOST_MEMORY),
+        ("=>> PBS: job killed: mem 17825792kb exceeded limit 16777216kb", FailureCause.HOST_MEMORY),
+        ("=>> PBS: job killed: vmem 9kb exceeded limit 8kb", FailureCause.HOST_MEMORY),
         ("Out of memory: Killed process 4242 (python) total-vm:92031244kB", FailureCause.HOST_MEMORY),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory",
         FailureCause.HOST_MEMORY),

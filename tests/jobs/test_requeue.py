@@ -17,13 +17,16 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.launch.local_launcher import Ended
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
+from jobs.diagnosis.root_cause import Failure
 from jobs.launch import launch as launch_module
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import StopRequest, launch
+from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.job_helpers import ROOT, wait_until
 
@@ -106,6 +109,16 @@ def test_a_run_out_of_time_is_put_back_until_the_bound(
     ]
     assert collected == [folder]  # what is stopped for good is collected, what goes on is not
     assert [row["step"] for row in read_json(folder.path / "requeues.json")["requeues"]] == [10, 20]
+
+
+def test_a_run_that_exceeds_its_memory_is_put_back_until_the_bound(
+    tmp_path: Path, resolved: Callable[..., RunSpec]
+) -> None:
+    folder, cluster = RunFolder(tmp_path), replace(resolved("cluster=pbs").cluster, max_requeues=1)
+    assert own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY) is None
+    own_job.add_requeue(folder, FailureCause.HOST_MEMORY, own_job.LAUNCHER, 7)
+    refusal = own_job.requeue_refusal(folder, cluster, FailureCause.HOST_MEMORY)
+    assert refusal == "it has started again 1 times, which is cluster.max_requeues"
 
 
 def test_a_preempted_run_is_put_back_beyond_the_bound(
@@ -223,6 +236,29 @@ def test_who_ended_a_run_that_has_not_saved(
     reason = said.removeprefix(" DUE TO ").partition(",")[0]
     assert status["cause_class"] == words.get(reason, "killed")
     assert status.get("requeue_count") == (1 if state == "requeued" else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "what"),
+    [
+        ("mem 17gb exceeded limit 16gb", FailureCause.HOST_MEMORY, "exceeded its memory limit"),
+        ("cput 9 exceeded limit 8", FailureCause.KILLED, "was ended by PBS: cput 9 exceeded limit 8"),
+    ],
+)
+def test_a_run_that_pbs_ended_names_pbs(
+    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    text: str, cause: FailureCause, what: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PBS_JOBID", "41.server")
+    monkeypatch.setattr(own_job, "own_job", lambda: None)
+    log = tmp_path / "41.OU"
+    log.write_text(f"=>> PBS: job killed: {text}\n")
+    kill_reason = own_job.kill_reason
+    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
+    failure = Failure(143, "was ended by SIGTERM", cause_class=FailureCause.KILLED)
+    job = job_spec(resolved("cluster=pbs"))
+    ended = own_job.describe_killed_run(tiny()[0], job, failure, Ended(143, ()))
+    assert ended == ("failed", replace(failure, what=what, cause_class=cause))
 
 
 @pytest.mark.parametrize("ended", [Ended(143, (), stopped_by="SIGTERM"), CLEAN])

@@ -195,12 +195,14 @@ def test_nobody_can_tell_whether_a_job_was_taken(fake: FakeScheduler, make: Make
     else:
         fake.fail("qsub", "what is this?\n", 0)
         fake.fail("qselect", "qselect: cannot connect to server x (errno=111)")
-    with pytest.raises(UnclearSubmissionError, match="nobody can tell whether"):
+    title = SCHEDULERS[system].title
+    with pytest.raises(UnclearSubmissionError, match=f"cannot determine whether {title} accepted the job"):
         start_run(spec, assume_yes=True)
     assert RunFolder.of(spec).read_status()["state"] == "submitting"
+    assert status(spec).note.endswith(f"has gone; cannot determine whether {title} accepted the job")
     for path in fake.here.glob("*.fault"):
         path.unlink()
-    assert status(spec).state == "lost"
+    assert (status(spec).state, f"ended before {title} had the job" in status(spec).note) == ("lost", True)
 
 
 def test_a_refused_job_leaves_nothing(fake: FakeScheduler, make: Make, system: str) -> None:
@@ -478,5 +480,8 @@ class TestPbs:
     def test_what_ends_a_job_is_read_in_its_output(self) -> None:
         scheduler = SCHEDULERS["pbs"]
         assert scheduler.kill_cause("=>> PBS: job killed: walltime 63 exceeded limit 60\n") == FailureCause.TIME_LIMIT
-        assert scheduler.kill_cause("=>> PBS: job killed: mem 9kb exceeded limit 8kb\n") == "mem 9kb exceeded limit 8kb"
+        for name in ("mem", "vmem"):
+            text = f"=>> PBS: job killed: {name} 9kb exceeded limit 8kb\n"
+            assert scheduler.kill_cause(text) == FailureCause.HOST_MEMORY
+        assert scheduler.kill_cause("=>> PBS: job killed: cput 9 exceeded limit 8\n") == "cput 9 exceeded limit 8"
         assert scheduler.kill_cause("hello\n") is None

@@ -129,7 +129,7 @@ def test_where_nobody_can_tell_nothing_is_submitted_again(queue: FakeSlurm, make
     (queue.here / "sbatch.after").write_text(f"{answer}\n")
     listing = (queue.here / "squeue").read_text()
     queue.says("squeue", error="Socket timed out on send/recv operation\n", code=1)
-    with pytest.raises(executor.UnclearSubmissionError, match="nobody can tell whether SLURM has the job"):
+    with pytest.raises(executor.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"):
         start_run(make(), assume_yes=True)
     assert folder.read_status()["state"] == "submitting"
     with pytest.raises(TryLaterError, match="a job whose submission was interrupted, and nobody can tell"):
