@@ -20,7 +20,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
 from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import QUERY_LIMIT_S, SchedulerUnavailableError, run_command
+from jobs.slurm.command import SchedulerUnavailableError, run_command
 from jobs.slurm.jobs import Job
 from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
 from jobs.slurm.script import free_options
@@ -44,7 +44,7 @@ STATES = {
     "CLEANUP": "COMPLETING", "INACTIVE": "",
 }  # fmt: skip
 RESULTS = {"COMPLETED": "COMPLETED", "FAILED": "FAILED", "CANCELED": "CANCELLED", "TIMEOUT": "TIMEOUT"}
-INACTIVE = "job is inactive"
+ENDED = ("job is inactive", "unknown job id")  # the second of a job that Flux has purged
 
 
 class Flux(ByCommands):
@@ -125,9 +125,9 @@ class Flux(ByCommands):
 
     def cancel(self, job_ids: Sequence[str]) -> str | None:
         """Cancel jobs by one `flux cancel`."""
-        result = run_command([*_flux("cancel"), *job_ids], limit_s=QUERY_LIMIT_S, environment=self.environment())
+        result = run_command([*_flux("cancel"), *job_ids], environment=self.environment())
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        if result.error is None or (lines and all(INACTIVE in line for line in lines)):
+        if result.error is None or (lines and all(any(text in line for text in ENDED) for line in lines)):
             return None
         return str(result.error)
 

@@ -37,7 +37,7 @@ OWN_KEYS = {
 }  # fmt: skip
 STATES = {
     "Q": "PENDING", "H": "PENDING", "W": "PENDING", "T": "PENDING", "R": "RUNNING", "B": "RUNNING", "E": "COMPLETING",
-    "S": "SUSPENDED", "U": "SUSPENDED", "F": "", "X": "",
+    "S": "SUSPENDED", "U": "SUSPENDED", "M": "PENDING", "F": "", "X": "",  # M: moved to another server
 }  # fmt: skip
 KILLED_BY_WALLTIME = "-29"
 BY_SIGTERM = ("143", "271")  # 128 and 256 and the signal, by release

@@ -15,7 +15,7 @@ from gems.errors import TryLaterError
 from gems.runs.failure_cause import FailureCause
 from jobs.slurm.command import SchedulerUnavailableError, run_command
 
-PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+PENDING = ("PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
 NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
 ACTIVE = (

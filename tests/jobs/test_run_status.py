@@ -42,6 +42,7 @@ def beat(folder: RunFolder, step: int, action: str, age_s: float = 0.0, rank: in
     ("state", "more", "queue", "accounting", "expected"),
     [
         ("submitted", {}, RESOURCES, None, "pending"),
+        ("submitted", {}, "41|EXPEDITING|N/A|None|one", None, "pending"),
         ("submitted", {}, "41|CONFIGURING|N/A|None|one", None, "starting"),
         ("submitted", {}, "41|RUNNING|N/A|None|one", None, "starting"),
         ("submitted", {}, "41|CANCELLED|N/A|None|one", None, "cancelled"),

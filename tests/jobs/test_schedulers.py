@@ -376,6 +376,11 @@ class TestFlux:
         assert all(line.startswith("flux --parent ") for line in fake.asked())
         assert len(fake.asked()) >= 2
 
+    @pytest.mark.parametrize("other", ["job is inactive", "Operation not permitted"])
+    def test_a_job_that_was_purged_needs_no_cancel(self, fake: FakeScheduler, other: str) -> None:
+        fake.fail("flux", f"flux-cancel: f2kPq: unknown job id\nflux-cancel: f3kPq: {other}")
+        assert (SCHEDULERS["flux"].cancel(["f2kPq", "f3kPq"]) is None) == (other == "job is inactive")
+
     def test_a_path_with_a_template(self, make: Make) -> None:
         with pytest.raises(ConfigError, match=r"must have no '\{\{'"):
             directives(make("a{{id}}"))
@@ -437,6 +442,7 @@ class TestPbs:
         [
             ({"job_state": "Q", "comment": "Not Running: no nodes"}, ("PENDING", "Not Running: no nodes")),
             ({"job_state": "S"}, ("SUSPENDED", "")),
+            ({"job_state": "M"}, ("PENDING", "")),
             ({"job_state": "E"}, ("COMPLETING", "")),
             ({"job_state": "F", "Exit_status": "0"}, ("COMPLETED", "")),
             ({"job_state": "F", "Exit_status": "3"}, ("FAILED", "")),
@@ -454,7 +460,7 @@ class TestPbs:
 
     def test_a_state_that_is_none_is_no_answer(self) -> None:
         with pytest.raises(SchedulerError, match=r"printed job 41\.server in a state that is none"):
-            pbs_module._found("41.server", {"job_state": "M"})
+            pbs_module._found("41.server", {"job_state": "Z"})
 
     def test_qstat_must_tell_of_each_job(self, fake: FakeScheduler, make: Make) -> None:
         """Some releases print the first alone of the jobs that they are asked for."""
