@@ -51,7 +51,9 @@ def discover(words: Sequence[str], options: Options) -> int:
         raise ConfigError("sinfo", "none", "lists no partition that you may use", "ask the site")
     config = slurm_site.parse_config(_query("scontrol", "show", "config"))
     partitions = tuple(slurm_site.parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
-    mpi_types = slurm_site.parse_mpi_types(_query("srun", "--mpi=list"))
+    mpi_types = slurm_site.parse_mpi_types(
+        _query("srun", "--mpi=list", with_stderr=True)
+    )  # where older releases print it
     site = Site(host_names(), config, kinds, partitions, mpi_types, mpi_family())
     if options.json:
         print_json(draft_preset(site))
@@ -147,9 +149,9 @@ def draft_limit(partition: dict[str, str]) -> dict[str, Any] | None:
     }
 
 
-def _query(*argv: str) -> str:
+def _query(*argv: str, with_stderr: bool = False) -> str:
     try:
-        return query_site(*argv)
+        return query_site(*argv, with_stderr=with_stderr)
     except SchedulerUnavailableError as error:
         text = f"does not answer: {error.reason}"
         raise ConfigError(argv[0], " ".join(argv[1:]), text, "is the cluster up?") from error

@@ -50,10 +50,10 @@ class CommandResult:
         return self.stdout.splitlines()
 
     def check(self) -> str:
-        """Return stdout and stderr, or raise the SchedulerUnavailableError or SchedulerRefusedError."""
+        """Return stdout, or raise the SchedulerUnavailableError or SchedulerRefusedError."""
         if self.error is not None:
             raise self.error
-        return self.stdout + self.stderr
+        return self.stdout
 
 
 def run_command(

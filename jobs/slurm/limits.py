@@ -232,12 +232,13 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
         SchedulerUnavailableError: sbatch is missing, or reaches no SLURM.
     """
     try:
-        answer = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S).check()
+        result = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S)
+        result.check()
     except SchedulerRefusedError as error:
         if short_of is not None and NOT_NOW.search(error.reason):
             return False, f"it would wait in the queue: {short_of}"
         raise refusal(cluster, error.reason) from error
-    return True, describe_start(*parse_estimate(answer), datetime.now())
+    return True, describe_start(*parse_estimate(result.stdout + result.stderr), datetime.now())
 
 
 def estimate_wait_h(script: str) -> float | None:

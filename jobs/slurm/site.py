@@ -11,14 +11,20 @@ from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
 from gems.utils.units import MIB
-from jobs.slurm.command import SITE_LIMIT_S, SchedulerRefusedError, SchedulerUnavailableError, run_command
+from jobs.slurm.command import (
+    SITE_LIMIT_S,
+    CommandResult,
+    SchedulerRefusedError,
+    SchedulerUnavailableError,
+    run_command,
+)  # fmt: skip
 
 MINUTES_PER_DAY = 1440
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved", "blocked")
 EVERYBODY = ("ALL", "(null)", "N/A", "")
 STATE_MARKS = "~#@$*%!^+-"  # what sinfo appends to a state
-_answers: list[dict[tuple[str, ...], str]] = []
+_answers: list[dict[tuple[str, ...], CommandResult]] = []
 NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?")
 
 
@@ -80,15 +86,16 @@ def asked_once() -> Iterator[None]:
         _answers.pop()
 
 
-def query_site(*argv: str) -> str:
-    """Return what a command prints on either stream; raise SchedulerUnavailableError if it fails."""
+def query_site(*argv: str, with_stderr: bool = False) -> str:
+    """Return what a command prints on stdout, or on both streams; raise SchedulerUnavailableError if it fails."""
     kept = _answers[-1] if _answers else {}
+    result = kept.get(argv) or run_command(argv, limit_s=SITE_LIMIT_S)
     try:
-        if argv not in kept:
-            kept[argv] = run_command(argv, limit_s=SITE_LIMIT_S).check()
+        stdout = result.check()
     except SchedulerRefusedError as error:
         raise SchedulerUnavailableError(argv[0], error.reason, is_own_message=True) from error
-    return kept[argv]
+    kept[argv] = result
+    return stdout + result.stderr if with_stderr else stdout
 
 
 def query_partitions(names: str | None) -> tuple[Partition, ...]:

@@ -13,7 +13,7 @@ from gems.errors import ConfigError
 from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_account, check_partitions
 from jobs.slurm.resources import job_spec
-from jobs.slurm.site import Accounts, max_nodes, query_accounts, query_partitions
+from jobs.slurm.site import Accounts, expand_nodes, left_nodes, max_nodes, query_accounts, query_partitions
 from tests.jobs.fake_slurm import FakeSlurm
 
 ROW = (
@@ -140,6 +140,13 @@ def test_there_is_no_slurm(slurm: FakeSlurm) -> None:
         query_partitions("gpu")
     with pytest.raises(SchedulerUnavailableError, match=r"^sacctmgr is not on PATH$"):
         query_accounts()
+
+
+def test_a_warning_is_no_name_of_a_node(slurm: FakeSlurm) -> None:
+    slurm.says("sinfo", "n1", "n2", error="sinfo: warning: slurm.conf differs\n")
+    slurm.says("scontrol", "n2", error="scontrol: warning: slurm.conf differs\n")
+    assert left_nodes(None, ["n2"]) == ({"n1"}, {"n2"})
+    assert expand_nodes(["n2"]) == ("n2",)
 
 
 def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
