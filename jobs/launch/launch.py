@@ -226,12 +226,12 @@ def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool =
         if is_quiet:
             out = stack.enter_context((folder.logs / "summary.txt").open("w"))
         if is_probe:
-            return _show_probe(folder, out, as_json)
+            return _show_placement(folder, out, as_json)
         return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
 
 
-def _show_probe(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
-    """Report what a probe found, which has no trace. Without an answer of its first rank it has failed."""
+def _show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
+    """Report the result of a placement check, which leaves no trace; without one of the first rank it has failed."""
     found = read_json(folder.result_json)
     if not found:
         report("jobs", f"no rank of the probe {folder.path} has answered")

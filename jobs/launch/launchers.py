@@ -38,7 +38,7 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
     """Return the command line of one rank, in its container; its argument is the run folder unless others are given."""
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
-    if job.is_probe:  # starts in some ms: outside of a container by its file, without site packages
+    if job.checks_placement:  # starts in some ms: outside of a container by its file, without site packages
         is_bare = job.cluster.container_image is None
         bare = ["-I", "-S"] if is_bare else []
         name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)

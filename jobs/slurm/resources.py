@@ -39,10 +39,10 @@ class Work(Protocol):
 class JobSpec:
     """The resources of one run, one task per rank; `python` is the command that starts the ranks' interpreter.
 
-    A simulated run has no ranks: it is one process here, whatever the cluster. With `is_probe` ranks only report their
-    placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is the number
-    of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of. `nodelist`
-    are the nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
+    A simulated run has no ranks: it is one process here, whatever the cluster. With `checks_placement` ranks only
+    report their placement. With `snapshot` everything is started from the code's archive in the run folder. `after` is
+    the number of a job that must have ended, however, before this one starts. `staged` is what each node has a copy of.
+    `nodelist` are the nodes of the allocation that the ranks run on, SLURM's choice if it is empty.
     """
 
     name: str
@@ -56,7 +56,7 @@ class JobSpec:
     python: tuple[str, ...]
     minutes: int
     snapshot: bool = False
-    is_probe: bool = False
+    checks_placement: bool = False
     after: str | None = None
     staged: tuple[str, ...] = ()
     nodelist: tuple[str, ...] = ()
@@ -164,5 +164,5 @@ def job_spec(spec: RunSpec) -> JobSpec:
     return JobSpec(
         spec.name, cluster.launcher, cluster, nodes, tasks, cluster.ranks_per_node or tasks, cluster.cpus_per_rank,
         cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and is_batch,
-        is_probe=spec.machine.kind == PROBE,
+        checks_placement=spec.machine.kind == PROBE,
     )  # fmt: skip
