@@ -24,7 +24,7 @@ from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
-from jobs.studies.runner import WAITING, StudyRunner
+from jobs.studies.runner import HELD_BACK, StudyRunner
 
 FINISHED = "finished"
 WAIT, STOP = "--wait", "--stop"
@@ -68,7 +68,7 @@ def study(words: Sequence[str], options: Options) -> int:
     code = runner.run()
     if WAIT in options.flags:
         code = max(code, runner.wait())
-    seen = [(point, run, WAITING if point in runner.waiting else state) for point, run, state in _with_states(points)]
+    seen = [(point, run, HELD_BACK if point in runner.waiting else state) for point, run, state in _with_states(points)]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:

@@ -27,7 +27,7 @@ from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits, is_on_site
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.lookup import RUNS_DIR, find_one_run
-from jobs.status.ownership import is_gone, read_chain
+from jobs.status.ownership import gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 
 AFTER, CHAIN = "--after", "--chain"
@@ -37,7 +37,7 @@ MAX_CHAIN = 100
 def prepare_run(spec: RunSpec, options: Options) -> int:
     """Prepare the run folder and print its path, for those who start the ranks themselves."""
     job_id = own_job_id()
-    folder = prepare(spec, own=partial(take, verify=is_gone(), job_id=job_id))
+    folder = prepare(spec, own=partial(take, verify=gone_verifier(), job_id=job_id))
     if job_id is None:  # a batch script of one's own has the folder until the end of its job
         release(folder)
     if options.json:

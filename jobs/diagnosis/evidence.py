@@ -33,7 +33,7 @@ SECOND_NS = 10**9
 KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it records
 NODE_WAIT_S = 300.0  # how long SLURM waits for a node that does not answer
 NEAR_LIMIT_S = 90.0  # SLURM checks time limits every half minute, and may end a job early
-STATE_CAUSES = {
+JOB_STATE_CAUSES = {
     "NODE_FAIL": FailureCause.NODE, "BOOT_FAIL": FailureCause.NODE, "TIMEOUT": FailureCause.TIME_LIMIT,
     "DEADLINE": FailureCause.TIME_LIMIT, "PREEMPTED": FailureCause.PREEMPTED, "CANCELLED": FailureCause.CANCELLED,
     "OUT_OF_MEMORY": FailureCause.HOST_MEMORY,
@@ -163,7 +163,7 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
         return
     end_ns = None if job.end_utc is None else int(job.end_utc.timestamp()) * SECOND_NS
     for state in dict.fromkeys((job.state, *job.step_states)):
-        cause = STATE_CAUSES.get(state)
+        cause = JOB_STATE_CAUSES.get(state)
         is_memory = cause is FailureCause.HOST_MEMORY
         if cause is None or (state != job.state and not is_memory):
             continue  # steps are cancelled with their job, whatever has ended it

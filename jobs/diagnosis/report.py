@@ -33,7 +33,7 @@ STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
 MAX_EVIDENCE = 12
 SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
 MAX_CONSEQUENCES, CONSEQUENCE_CHARS = 3, 120
-STATE_CAUSES = {
+RUN_STATE_CAUSES = {
     "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
     "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
     **dict.fromkeys(("requeued", "prepared", "submitting", "submitted", "pending", "starting"), FailureCause.WAITING),
@@ -164,7 +164,7 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     """Find out why a run ended, from all that is there; never raises for what is missing or damaged."""
     evidence = Evidence(folder, with_trace=with_trace)
     run, found = evidence.run, evidence.findings()
-    if (cause := STATE_CAUSES.get(run.state)) is not None:
+    if (cause := RUN_STATE_CAUSES.get(run.state)) is not None:
         finding = Finding(cause, run.source, run.note or str(evidence.stop.get("reason") or run.state))
         is_open = cause in (FailureCause.FINISHED, FailureCause.WAITING)
         return _diagnosis(evidence, finding, [] if is_open else found)
@@ -303,7 +303,7 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
     return ()
 
 
-def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:
+def remedies(cause: FailureCause, words: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:
     """Return what to change, most promising first; nothing for a run that has not failed."""
     run, step, spec = evidence.folder.path.name, evidence.resume_step, evidence.spec
     command, resumes = f"python -m jobs resubmit {run}", "" if step is None else f" resumes at step {step}"
@@ -324,7 +324,7 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
             return (f"{command} cluster.minutes{minutes}{resumes}", *checkpoints)
         case FailureCause.PREEMPTED | FailureCause.CANCELLED | FailureCause.STOPPED:
             return (again, *checkpoints)
-        case FailureCause.WAITING if NEVER_SATISFIED in text:
+        case FailureCause.WAITING if NEVER_SATISFIED in words:
             return (
                 f"python -m jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
                 "to wait for the end of a run, however it ends: python -m jobs submit --after RUN",
@@ -337,20 +337,20 @@ def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidenc
                 "if the action may take that long: train.hang_timeout_s",
             )
         case FailureCause.FILE_SYSTEM:
-            if "quota" in text or "No space" in text:
-                where = "of your quota" if "quota" in text else "there"
+            if "quota" in words or "No space" in words:
+                where = "of your quota" if "quota" in words else "there"
                 return (f"free space {where}, or runs_dir= on another file system", again)
             return (f"runs_dir= on a file system that all nodes can write to; else {again}",)
         case FailureCause.LAUNCHER:
-            if "hared memory" in text or "POSIX" in text or "mpich_shm" in text:
+            if "hared memory" in words or "POSIX" in words or "mpich_shm" in words:
                 return ("remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup", again)
             return (f"{SETUP} must name what the nodes have",)
         case FailureCause.EXCEPTION:
-            if "ImportError" in text or "ModuleNotFoundError" in text:
+            if "ImportError" in words or "ModuleNotFoundError" in words:
                 return (f"{SETUP}: the nodes' environment lacks a package",)
             return ("the traceback is in logs/ranks.log; fix what it names, and submit again",)
         case FailureCause.KILLED:
-            return (*(hint for names, hint in SIGNALS if any(name in text for name in names)), again)
+            return (*(hint for names, hint in SIGNALS if any(name in words for name in names)), again)
         case FailureCause.UNKNOWN:
             return (f"read the log: python -m jobs logs {run} --lines all",)
     return FIXED.get(cause, ())

@@ -31,7 +31,7 @@ from jobs.status.run_status import read_or_empty
 
 REQUEUES_JSON = "requeues.json"
 LAUNCHER, SLURM, CHAIN = "launcher", "SLURM", "chain"
-QUERY_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
+OWN_JOB_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the answer is needed before
 EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
 TAIL_BYTES = 1 << 14
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
@@ -65,7 +65,7 @@ with contextlib.suppress(OSError):
 def own_job() -> slurm_jobs.Job | None:
     """Query the job that this process is in; None outside of one, or if its batch system does not answer."""
     scheduler = own_scheduler()
-    return None if scheduler is None else scheduler.own_job(str(own_job_id()), QUERY_LIMIT_S)
+    return None if scheduler is None else scheduler.own_job(str(own_job_id()), OWN_JOB_LIMIT_S)
 
 
 def will_restart(job: slurm_jobs.Job | None) -> bool:

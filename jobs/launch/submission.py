@@ -27,7 +27,7 @@ from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.jobs import name_submission
 from jobs.slurm.limits import check_limits, check_submission
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.status.ownership import CHAIN_JSON, is_gone
+from jobs.status.ownership import CHAIN_JSON, gone_verifier
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -> int:
@@ -55,7 +55,7 @@ def submit_run(
     folder, scheduler = RunFolder.of(spec), SCHEDULERS[spec.cluster.scheduler]
     scheduler.check_here()
     check_submission(spec.cluster)
-    check_free(folder, is_gone(force=force))
+    check_free(folder, gone_verifier(force=force))
     plan, layout, run = cache(partial(plan_run, spec)), plan_of_start(spec, folder), spec
     if layout is not None:
         run = layout[0].spec
@@ -80,7 +80,7 @@ def submit_together(
     Raises:
         ConfigError: as `prepare` and `submit_job`, or a folder in use.
     """
-    with Ownership(is_gone(force=force)) as ownership:
+    with Ownership(gone_verifier(force=force)) as ownership:
         folders = [prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)]
         if layout is not None:
             change_layout(
@@ -116,5 +116,5 @@ def submit_chain(spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, nu
 def prepare_here(spec: RunSpec, job: JobSpec, *, force: bool = False) -> RunFolder:
     """Prepare the folder of a run on this machine, once its launcher has been found; this process owns it then."""
     command(job, RunFolder.of(spec))
-    with Ownership(is_gone(force=force)) as ownership:
+    with Ownership(gone_verifier(force=force)) as ownership:
         return prepare(spec, own=ownership.take)

@@ -77,8 +77,8 @@ class Accounts:
 
 
 @contextlib.contextmanager
-def asked_once() -> Iterator[None]:
-    """Keep the answers about the site while this is entered: they are the same for all jobs of a study."""
+def cached_site_queries() -> Iterator[None]:
+    """Cache the site's answers inside the block: they are the same for all jobs of a study."""
     _answers.append({})
     try:
         yield

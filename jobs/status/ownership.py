@@ -17,7 +17,7 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.owner import SUBMITTING, Owner, in_use, read_owner
+from gems.runs.owner import SUBMITTING, Owner, Verify, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
@@ -26,14 +26,14 @@ from jobs.slurm.jobs import ListedJob, name_submission, script_path
 
 CHAIN_JSON = "chain.json"
 SLURM = "slurm"  # the system of submissions that name none, as earlier versions wrote them
-SUBMIT_LIMIT_S = 10.0  # to wait for a submission that its caller has left
+ABANDONED_WAIT_S = 10.0  # to wait for a submission that its caller has left
 OLD_S = 600.0
 POLL_S = 0.1
 UNSURE = "try again, or add --force if you know that it has ended"
 Find = Callable[[str], ListedJob | None]
 
 
-def is_gone(*, force: bool = False, find: Find | None = None) -> Callable[[RunFolder, Owner], None]:
+def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
     """Return the check that raises TryLaterError unless a folder's owner is gone, by its batch system too.
 
     A job of the run's chain that waits or runs keeps the folder as the owner does. With `force` an owner is taken for
@@ -133,7 +133,7 @@ def record_submission(
 
 def _await_submission(token: str) -> None:
     """Wait until no command line on this machine has the submission's script, or raise SchedulerError."""
-    pause, deadline_s = threading.Event(), time.monotonic() + SUBMIT_LIMIT_S
+    pause, deadline_s = threading.Event(), time.monotonic() + ABANDONED_WAIT_S
     while is_mentioned(script_path(Path(), token).name):
         if time.monotonic() > deadline_s:
             raise SchedulerUnavailableError("the submission", "has not answered yet")

@@ -37,13 +37,13 @@ from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.jobs import UnclearSubmissionError
 from jobs.slurm.limits import check_limits, check_submission, is_on_site, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.slurm.site import asked_once
-from jobs.status.ownership import find_among, is_gone, read_chain
+from jobs.slurm.site import cached_site_queries
+from jobs.status.ownership import find_among, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
 
-WAITING = "waiting"
+HELD_BACK = "waiting"
 Pack = tuple[Point, ...]  # the points of one job, or of one task of an array
 Scope = tuple[str | None, str | None, str | None]
 POINT_KEYS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
@@ -98,7 +98,7 @@ class StudyRunner:
         """
         due, self.waiting = pack_points(self.waiting), []
         slots, code = QueueSlots(), 0
-        with asked_once():
+        with cached_site_queries():
             for packs in group_packs(due):
                 if self._record.is_cancelled:
                     report("jobs", f"study {self._record.name} was cancelled; the other points are left")
@@ -181,7 +181,7 @@ class StudyRunner:
         scheduler.check_here()
         passed(site_checks(spec, job, scheduler.script(spec, job, home)))
         find = find_among([*_owners(point for pack in packs for point in pack)])
-        ownership = Ownership(is_gone(find=find))
+        ownership = Ownership(gone_verifier(find=find))
         ready: list[Pack] = []
         code, last = 0, None
         try:

@@ -21,7 +21,7 @@ from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
 from jobs.slurm.executor import executor
 from jobs.slurm.resources import JobSpec, Work, job_spec
-from jobs.status.ownership import CHAIN_JSON, is_gone, read_chain
+from jobs.status.ownership import CHAIN_JSON, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -129,9 +129,9 @@ def test_a_job_of_the_chain_keeps_the_folder(
     slurm.says("squeue", "JOBID|STATE|COMMAND", "41|TIMEOUT|/x", "42|PENDING|/x", "43|PENDING|/x")
     monkeypatch.delenv("SLURM_JOB_ID")
     with pytest.raises(TryLaterError, match="belongs to job 42, which has not ended"):
-        check_free(folder, is_gone())
+        check_free(folder, gone_verifier())
     slurm.says("squeue", "JOBID|STATE|COMMAND")
-    check_free(folder, is_gone())
+    check_free(folder, gone_verifier())
 
 
 def test_a_later_job_takes_the_folder_of_an_earlier_one_and_no_earlier_one_takes_it_back(

@@ -13,7 +13,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import take
 from gems.utils.atomic_io import write_json
 from jobs.slurm import command
-from jobs.status.ownership import find_among, is_gone
+from jobs.status.ownership import find_among, gone_verifier
 from tests.jobs.fake_slurm import FakeSlurm
 
 HEADER = "JOBID|STATE|COMMAND"
@@ -40,19 +40,19 @@ def owned_by(folder: RunFolder, **fields: Any) -> None:
 def test_an_active_job_keeps_its_folder(folder: RunFolder, slurm: FakeSlurm, state: str, force: bool) -> None:
     slurm.says("squeue", HEADER, f"41|{state}|/x/job.sh")
     with pytest.raises(TryLaterError, match=r"belongs to job 41, which has not ended; wait for it"):
-        take(folder, is_gone(force=force))
+        take(folder, gone_verifier(force=force))
 
 
 @pytest.mark.parametrize("lines", [[HEADER, "41|TIMEOUT|/x/job.sh"], [HEADER]])
 def test_an_ended_or_forgotten_job_does_not(folder: RunFolder, slurm: FakeSlurm, lines: list[str]) -> None:
     slurm.says("squeue", *lines)
-    take(folder, is_gone())
+    take(folder, gone_verifier())
     assert folder.read_status()["cause"] == "the job left the queue: cancelled, lost or out of time"
 
 
 def test_a_number_that_slurm_does_not_know_does_not(folder: RunFolder, slurm: FakeSlurm) -> None:
     slurm.says("squeue", error="slurm_load_jobs error: Invalid job id specified\n", code=1)
-    take(folder, is_gone())
+    take(folder, gone_verifier())
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,21 @@ def test_a_number_that_slurm_does_not_know_does_not(folder: RunFolder, slurm: Fa
 def test_an_answer_that_is_none_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm, answer: dict[str, Any]) -> None:
     slurm.says("squeue", *answer.pop("lines", []), **answer)
     with pytest.raises(TryLaterError, match=UNSURE):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
     assert folder.read_status()["state"] == "running"
-    assert take(folder, is_gone(force=True)).number == 2
+    assert take(folder, gone_verifier(force=True)).number == 2
 
 
 def test_a_slow_squeue_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     with pytest.raises(TryLaterError, match=r"squeue did not answer within 0\.2 s"):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
 
 
 def test_no_squeue_lets_nobody_in(folder: RunFolder, slurm: FakeSlurm) -> None:
     with pytest.raises(TryLaterError, match="squeue is not on PATH"):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
 
 
 @pytest.mark.parametrize(("state", "is_free"), [("finished", True), ("failed", False)])
@@ -91,12 +91,12 @@ def test_what_was_given_back_may_be_queued_again_by_slurm(
     folder.write_status(state, job_id="41")
     slurm.says("squeue", HEADER, "41|PENDING|/x/job.sh")
     if is_free:
-        take(folder, is_gone())
+        take(folder, gone_verifier())
         return
     with pytest.raises(TryLaterError, match="belongs to job 41, which has not ended"):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
     slurm.says("squeue", code=1)  # it is given back: the doubt is not against it
-    take(folder, is_gone())
+    take(folder, gone_verifier())
 
 
 @pytest.mark.parametrize(("age_s", "force", "is_free"), [(5, False, False), (5, True, False), (700, False, False),
@@ -107,10 +107,10 @@ def test_a_process_on_another_host_is_gone_if_it_is_old_and_the_user_says_so(
     owned_by(folder, utc=(datetime.now(UTC) - timedelta(seconds=age_s)).isoformat())
     folder.write_status("running", host="login9")
     if is_free:
-        take(folder, is_gone(force=force))
+        take(folder, gone_verifier(force=force))
         return
     with pytest.raises(TryLaterError, match="belongs to process 7 on login9, and nobody can tell from here"):
-        take(folder, is_gone(force=force))
+        take(folder, gone_verifier(force=force))
 
 
 @pytest.mark.parametrize("job_id", [None, "43"])
@@ -126,7 +126,7 @@ def test_a_submission_on_another_host_is_found_by_its_script(
     (folder.logs / ".submitted_t.pkl").write_text("")
     slurm.says("squeue", HEADER, f"43|PENDING|{script}", "44|RUNNING|/x/.submission_file_u.sh")
     with pytest.raises(TryLaterError, match="belongs to job 43, which has not ended"):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
     assert folder.read_status()["job_id"] == "43"
     assert (folder.logs / "43_submission.sh").read_text() == script.read_text() == "#!/bin/sh\n"
     assert (folder.logs / "43_submitted.pkl").exists()
@@ -141,10 +141,10 @@ def test_of_an_array_the_own_task_alone_counts(
     script = "/x/.submission_file_t.sh"
     slurm.says("squeue", HEADER, f"43_0|{other}|{script}", f"43_1|{own}|{script}", f"43_2|{other}|{script}")
     if is_free:
-        take(folder, is_gone())
+        take(folder, gone_verifier())
         return
     with pytest.raises(TryLaterError, match="belongs to job 43_1, which has not ended"):
-        take(folder, is_gone())
+        take(folder, gone_verifier())
     assert folder.read_status()["job_id"] == "43_1"
 
 
@@ -152,9 +152,9 @@ def test_one_squeue_looks_many_jobs_up(folder: RunFolder, slurm: FakeSlurm) -> N
     slurm.says("squeue", HEADER, "41|RUNNING|/x/job.sh", "42_1|COMPLETED|/x/job.sh")
     find = find_among(["41", "42_1", "42_2", "no number"])
     with pytest.raises(TryLaterError, match="belongs to job 41, which has not ended"):
-        take(folder, is_gone(find=find))
+        take(folder, gone_verifier(find=find))
     owned_by(folder, job_id="42_2")
-    take(folder, is_gone(find=find))
+    take(folder, gone_verifier(find=find))
     (asked,) = slurm.asked()
     assert asked.endswith("--jobs=41,42")
 
@@ -163,4 +163,4 @@ def test_a_squeue_that_fails_for_many_lets_nobody_in(folder: RunFolder, slurm: F
     slurm.says("squeue", code=1)
     find = find_among(["41"])
     with pytest.raises(TryLaterError, match=UNSURE):
-        take(folder, is_gone(find=find))
+        take(folder, gone_verifier(find=find))

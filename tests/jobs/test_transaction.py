@@ -21,7 +21,7 @@ from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.slurm import executor
 from jobs.slurm.resources import job_spec
-from jobs.status.ownership import is_gone
+from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.interrupted_submissions import measure
@@ -162,7 +162,7 @@ def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: 
 
 def submit_array(specs: list[RunSpec], home: Path) -> list[str]:
     """Submit runs as one array."""
-    with Ownership(is_gone()) as ownership:
+    with Ownership(gone_verifier()) as ownership:
         folders = [prepare(spec, own=ownership.take) for spec in specs]
         works = [BatchJob((str(folder.path),)) for folder in folders]
         return submit_owned(specs[0], job_spec(specs[0]), ownership, works, home=RunFolder(home))
@@ -176,7 +176,7 @@ def test_an_array_is_recorded_by_its_tasks(queue: FakeSlurm, make: Make, tmp_pat
         assert owner is not None and owner.job_id == status["job_id"] == f"41_{task}" and "task" not in status
         assert (folder.logs / f"41_{task}_submitted.pkl").exists()
         with pytest.raises(TryLaterError, match=f"belongs to job 41_{task}, which has not ended"):
-            check_free(folder, is_gone())
+            check_free(folder, gone_verifier())
     assert (tmp_path / "home" / "logs" / "41_submission.sh").exists()
 
 
