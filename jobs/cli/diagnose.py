@@ -44,7 +44,7 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     if not options.json:
         described = [_describe(name, points) for name, points in studies]
         print("\n\n".join([*(each.paragraph() for each in diagnoses), *described]))
-        for error in (error for each in diagnoses for error in each.not_asked):
+        for error in (error for each in diagnoses for error in each.query_errors):
             report("jobs", f"no answer: {error}")
     elif len(diagnoses) == 1 and not studies:
         print_json(diagnoses[0].to_dict())
@@ -84,7 +84,7 @@ def _unblock(words: Sequence[str], node: str, options: Options) -> int:
     if not removed:
         raise ConfigError(UNBLOCK, node, one_of(known) if known else f"no node is blocked in {nodes.path}")
     if options.json:
-        print_json({"forgotten": [entry.node for entry in removed], "left": [e.node for e in nodes.entries()]})
+        print_json({"unblocked": [entry.node for entry in removed], "left": [e.node for e in nodes.entries()]})
     else:
         print("\n".join(f"unblocked: {entry.describe()}" for entry in removed))
     return 0

@@ -100,7 +100,7 @@ class NodeBlocklist:
         return f"{what}; to exclude {them}: cluster.exclude=[{','.join(names)}]"
 
     def _write(self, entries: Iterable[BlockedNode]) -> None:
-        rows = [{**asdict(entry), "count": len(entry.runs)} for entry in entries]
+        rows = [asdict(entry) for entry in entries]
         write_json(self.path, {"kept_days": LIFE.days, "nodes": rows})
 
 

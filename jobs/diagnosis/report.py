@@ -100,7 +100,7 @@ class Diagnosis:
     blamed_node: str | None = None
     advice: tuple[str, ...] = ()
     evidence: tuple[Finding, ...] = ()
-    not_asked: tuple[str, ...] = ()
+    query_errors: tuple[str, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -270,7 +270,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         evidence.resume_step, job_id=evidence.run.job_id,
         blamed_node=node if node and evidence.is_batch and is_node_fault else None,
         advice=remedies(cause, finding.text, node, evidence), evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
-        not_asked=evidence.errors,
+        query_errors=evidence.errors,
     )  # fmt: skip
 
 

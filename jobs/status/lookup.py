@@ -80,7 +80,7 @@ class Overview:
     def to_dict(self) -> dict[str, Any]:
         """Return the whole for a program."""
         runs, studies = [run.to_dict() for run in self.runs], [study.to_dict() for study in self.studies]
-        return {"runs": runs, "studies": studies, "not_asked": self.errors}
+        return {"runs": runs, "studies": studies, "query_errors": self.errors}
 
 
 def overview(catalogue: Catalogue) -> Overview:

@@ -334,7 +334,7 @@ def test_json_and_the_file_hold_the_same(
     assert printed["evidence"][0] == {
         "source": "FAILED.rank0001.json", "cause": "exception", "text": "ValueError: bad", "is_consequence": False,
     }  # fmt: skip
-    assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["not_asked"])
+    assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["query_errors"])
 
 
 def test_a_prepared_folder_is_left_as_it_is(prepared: Prepared, diagnose: Callable[..., tuple[str, str]]) -> None:
@@ -407,7 +407,7 @@ def test_slurm_that_hangs_costs_a_bounded_time(
     start_s = time.monotonic()
     told = of(folder)
     assert told.cause is FailureCause.EXCEPTION and time.monotonic() - start_s < 20
-    assert any("did not answer" in trouble for trouble in told.not_asked)
+    assert any("did not answer" in trouble for trouble in told.query_errors)
 
 
 def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(

@@ -92,7 +92,7 @@ def test_json(some: dict[str, RunFolder], status: Status) -> None:
     (study,) = found["studies"]
     assert (study["name"], study["counts"]) == ("grid", {"finished": 1, "cancelled": 1, "missing": 1})
     assert [point["state"] for point in study["points"]] == ["finished", "cancelled", "missing"]
-    assert found["not_asked"] == []
+    assert found["query_errors"] == []
 
 
 def test_names(some: dict[str, RunFolder], status: Status, tmp_path: Path) -> None:

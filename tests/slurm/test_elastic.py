@@ -131,7 +131,7 @@ def test_a_node_that_fails_the_check_is_left_out(
     assert (status["exit_code"], status["cause_class"]) == (4, "node failed")
     assert f"node n2 is bad: {fault}; good nodes left: 3, and the ranks need 4" in status["cause"]
     (entry,) = read_json(tmp_path / "runs" / "bad_nodes.json")["nodes"]
-    assert (entry["node"], entry["count"], entry["reason"]) == ("n2", 2, fault)
+    assert (entry["node"], len(entry["runs"]), entry["reason"]) == ("n2", 2, fault)
 
 
 def test_a_job_that_loses_its_batch_script_is_replaced(five_nodes: MiniSlurm, submit: Submit) -> None:
