@@ -9,7 +9,7 @@ from gems.cli.framework import AUTO_CLUSTER, Verb, main
 VERBS = {
     "submit": Verb(
         "jobs.cli.submit:submit",
-        "run here, or on SLURM when the cluster preset says so: after a preflight, and a question if the job is "
+        "run here, or submit a job if the cluster preset says so: after a preflight, and a question if the job is "
         "expensive [--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one; "
         "--force: although nobody can tell whether the folder's last job has ended] "
         "[--after RUN: when its job has ended] [--chain N: N jobs, one after the other, until the steps are done]",
@@ -34,8 +34,8 @@ VERBS = {
         "[--lines N or all]", ("-f",), {"--rank": (), "--lines": ()}, takes_words=True,
     ),
     "cancel": Verb(
-        "jobs.cli.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
-        ("--yes",), takes_words=True,
+        "jobs.cli.cancel:cancel", "cancel runs, and studies with their points not yet started: RUN_OR_STUDY ... "
+        "[--yes]", ("--yes",), takes_words=True,
     ),
     "diagnose": Verb(
         "jobs.cli.diagnose:diagnose", "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "

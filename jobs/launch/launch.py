@@ -204,7 +204,7 @@ def _check_run_yaml(folder: RunFolder) -> None:
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
     """Remove what an earlier start left on a job's nodes; return how that ended if the job was stopped meanwhile.
 
-    A check of the nodes has done so.
+    Not needed after a node check, which does the same.
     """
     is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
     if job.launcher != "srun" or is_first or job.cluster.checks_nodes:

@@ -43,8 +43,8 @@ def select_nodes(
 ) -> Selection:  # fmt: skip
     """Check the nodes of this job if its cluster wants that, and choose those that the ranks run on.
 
-    A bad node goes on the node list. Spare nodes, or those of a larger layout, take its place. Nodes `left_out` are not
-    looked at; of a cluster that wants neither a check nor spare nodes no node is.
+    A bad node goes on the node blocklist. Spare nodes, or those of a larger layout, take its place. Nodes `left_out`
+    are not looked at; of a cluster that wants neither a check nor spare nodes no node is.
 
     Raises:
         NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its fault.
@@ -81,7 +81,7 @@ def own_nodes() -> tuple[str, ...]:
 
 
 def note_bad_node(folder: RunFolder, job: JobSpec, node: str, fault: str) -> None:
-    """Put a node on the node list; a folder that is closed to us ends no run."""
+    """Put a node on the node blocklist; a folder that is closed to us ends no run."""
     attempt = f"{folder.path.name} attempt {folder.attempt}"
     try:
         NodeBlocklist(folder.path.parent).add(job.cluster.name, node, fault[:200], attempt, now_utc())
@@ -95,7 +95,10 @@ def _shortage(job: JobSpec, num_good: int, faults: Mapping[str, str]) -> str:
 
 
 class NodeCheck:
-    """The launcher's end of `gems.launch.node_check`: gathers what nodes say, and tells each of the others."""
+    """The launcher's end of `gems.launch.node_check`.
+
+    It collects the nodes' reports and sends every node the addresses of all.
+    """
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes

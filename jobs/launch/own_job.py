@@ -1,4 +1,4 @@
-"""This process's own job: what SLURM knows of it, its record in the run folder, and how its run ends."""
+"""This process's own job: what its batch system knows of it, its record in the run folder, and how its run ends."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def will_restart(job: slurm_jobs.Job | None) -> bool:
 
 
 def kill_reason(log: Path | None = None) -> str | None:
-    """Read in the job's own output why SLURM ends it: a FailureCause, REQUEUED, or SLURM's own words; None if unknown.
+    """Read in the job's own output why its batch system ends it; None if unknown.
 
-    In a batch script SLURM writes the message to stderr before it sends SIGTERM; `log` is what this process has added
-    to its stderr unless it is given.
+    That is a FailureCause, REQUEUED, or the system's own words. SLURM writes the message to the batch script's stderr
+    before it sends SIGTERM; `log` is what this process has added to its stderr unless it is given.
     """
     log, start = (_stderr(), LOG_START_BYTES) if log is None else (log, 0)
     try:
@@ -96,7 +96,7 @@ def kill_reason(log: Path | None = None) -> str | None:
 def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
     """Record the job's environment and SLURM's record of it in `provenance/`, and check that the code is as prepared.
 
-    Later, scontrol has forgotten the job, and not every site has accounting. Outside of SLURM it does nothing. A job
+    Later, scontrol has forgotten the job, and not every site has accounting. Outside of a job it does nothing. A job
     that SLURM started again keeps the records of its earlier starts. A record that cannot be written ends no run.
 
     Raises:
@@ -138,7 +138,7 @@ def _recording() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        report("jobs", f"SLURM's record of the job cannot be written ({error})")
+        report("jobs", f"the batch system's record of the job cannot be written ({error})")
 
 
 def _record(job_id: str) -> dict[str, Any] | None:
@@ -147,8 +147,9 @@ def _record(job_id: str) -> dict[str, Any] | None:
 
 
 def stop_cause(job: slurm_jobs.Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
-    """Return why SLURM made a run save and stop: preempted or time limit; None if a person did, or nobody knows.
+    """Return why the batch system made a run save and stop; None if a user did.
 
+    If the system does not answer, a job counts as out of time, or as preempted after SIGTERM.
     `reason` is what the ranks agreed on: SIGTERM reaches ranks alone at a preemption.
     """
     if job is None:

@@ -31,7 +31,7 @@ class Reason(Enum):
     """Why the launcher ends the ranks."""
 
     FAILED_RANK = "a rank has failed, and others go on"
-    STALLED = "no rank has shown a sign of life"
+    STALLED = "no rank has sent a heartbeat"
     GONE = "the run folder is gone"
 
 
@@ -98,7 +98,7 @@ class RankWatch:
             rank = min(self._beats, key=lambda rank: self._beats[rank].alive_ns or self._beats[rank].time_ns)
             beat = self._beats[rank]
             roots = [{key: getattr(beat, key) for key in ("node", "pid", "step", "action")} | {"rank": rank}]
-        cause = f"no rank has shown a sign of life for {self._still_s:.0f} s"
+        cause = f"no rank has sent a heartbeat for {self._still_s:.0f} s"
         document = {
             "by": BY_LAUNCHER, "utc": now_utc("milliseconds"), "waited_s": round(self._still_s, 1), "cause": cause,
             "roots": roots, **({"waits_for": chain.text()} if chain and len(chain.roots) < len(self._beats) else {}),

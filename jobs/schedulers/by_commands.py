@@ -1,4 +1,4 @@
-"""Batch systems that run a script of ours as it is, and whose one query tells all that is known of a user's jobs.
+"""Batch systems that run a script of ours as it is, where one query returns everything known about a user's jobs.
 
 A submission's token is in the job's environment, and where the system's query shows it; the script itself has none, so
 that a dry run prints what is submitted.

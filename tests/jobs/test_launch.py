@@ -165,7 +165,7 @@ def test_ranks_that_are_all_stopped_have_stalled(
     stopper.join()
     (line,) = lines_of_jobs(capfd.readouterr().err)
     assert (code, folder.read_status()["exit_code"]) == (5, 5)
-    assert re.search(r"rank \d on node \S+ stopped moving in step 12, .*: no rank has shown a sign of life for", line)
+    assert re.search(r"rank \d on node \S+ stopped moving in step 12, .*: no rank has sent a heartbeat for", line)
 
 
 def test_a_run_folder_that_is_gone_ends_the_run_with_one_line(

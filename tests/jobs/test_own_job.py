@@ -93,4 +93,4 @@ def test_notes_that_cannot_be_taken_end_no_run(folder: RunFolder, capsys: pytest
     folder.slurm_json.mkdir()
     record_start(folder, True)
     record_end(folder)
-    assert capsys.readouterr().err.count("jobs: SLURM's record of the job cannot be written") == 2
+    assert capsys.readouterr().err.count("jobs: the batch system's record of the job cannot be written") == 2

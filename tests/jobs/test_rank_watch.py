@@ -84,7 +84,7 @@ def test_ranks_that_are_all_still_have_stalled_whatever_their_clock_says(
     assert watch(8) is Reason.STALLED
     found = json.loads(folder.stalled_json.read_text())
     assert found["by"] == "launcher" and found["roots"][0]["rank"] in range(4)
-    assert found["cause"].startswith("no rank has shown a sign of life for 2")
+    assert found["cause"].startswith("no rank has sent a heartbeat for 2")
     assert (folder.logs / "ranks.log").read_text() == f"{OUR_LINE}: {Reason.STALLED.value}\n"
     output.feed_line("srun: error: n1: task 0: Killed")
     assert [death.is_cleanup for death in output.deaths] == [True]

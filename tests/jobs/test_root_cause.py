@@ -165,7 +165,7 @@ def test_a_stall_that_the_launcher_found_goes_before_its_own_kills(folder: RunFo
         beat(folder, rank, 110 + rank, f"n{rank}", 7, f"{rank}F3")
     witness(folder, rank0000=1)
     root = {"rank": 1, "node": "n1", "pid": 111, "step": 7, "action": "1F3", "state": "works"}
-    cause = "no rank has shown a sign of life for 28 s"
+    cause = "no rank has sent a heartbeat for 28 s"
     (folder.path / "STALLED.json").write_text(json.dumps({"by": "launcher", "roots": [root], "cause": cause}))
     failure = find_failure(folder, heard("srun: error: n2: task 0: Killed"), ended(137))
     assert failure.exit_code == 5
