@@ -13,8 +13,8 @@ from gems.cli.framework import Options, print_json
 from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpi_family
+from jobs.batch.command import SchedulerUnavailableError
 from jobs.slurm import site as slurm_site
-from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.site import NodeKind, parse_count, parse_kinds, parse_minutes, query_site
 
 # srun's MPI type for the family of the mpiexec on this machine.

@@ -21,13 +21,14 @@ from gems.runs.owner import new_token
 from gems.utils.stdio import report
 from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
+from jobs.batch.job import script_path
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
 from jobs.launch.transaction import SignalsWait
 from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs, script_path
+from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
 from jobs.slurm.limits import check_submission
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import max_nodes
 
 LIMIT = "--limit"

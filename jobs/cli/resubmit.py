@@ -19,13 +19,13 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import with_strips_chosen
 from gems.utils.tables import printable
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES, is_confirmed
-from jobs.slurm.command import SchedulerUnavailableError
-from jobs.slurm.resources import job_spec
 from jobs.slurm.site import left_nodes
 from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses

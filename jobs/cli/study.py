@@ -16,9 +16,9 @@ from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
+from jobs.batch.resources import PROBE, job_spec
 from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.cost import DRY_RUN, YES, is_confirmed
-from jobs.slurm.resources import PROBE, job_spec
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses

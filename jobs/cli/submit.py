@@ -16,6 +16,7 @@ from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import collect as collect_run
 from jobs.launch.launch import launch
@@ -25,7 +26,6 @@ from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits, is_on_site
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.ownership import gone_verifier, read_chain
 from jobs.status.run_status import run_statuses

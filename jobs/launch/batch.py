@@ -18,11 +18,11 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import Owner, own_job_id, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
+from jobs.batch.resources import TOKEN_VARIABLE
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
 from jobs.launch.notify import notify
 from jobs.launch.own_job import hand_over, is_over, num_restarts
-from jobs.slurm.resources import TOKEN_VARIABLE
 from jobs.status.ownership import read_chain
 
 SUBMITTED_LIMIT_S = 60.0

@@ -21,6 +21,7 @@ from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.prepare import change_layout
 from gems.utils.process_tree import end_family
 from gems.utils.stdio import report
+from jobs.batch.resources import JobSpec, Work, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.launchers import deputy_by_srun
@@ -28,7 +29,6 @@ from jobs.launch.nodes import END_LIMIT_S, NodeCheck, note_bad_node, own_nodes
 from jobs.launch.own_job import LAUNCHER, add_requeue, next_in_chain, requeue_refusal, requeue_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
-from jobs.slurm.resources import JobSpec, Work, job_spec
 
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
 # Failures that are settled by what the run is, whatever became of a node.

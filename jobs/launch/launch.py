@@ -26,6 +26,7 @@ from gems.utils.atomic_io import read_json, reserve, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
+from jobs.batch.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
 from jobs.diagnosis.root_cause import Failure, find_failure, read_records
 from jobs.launch import own_job
@@ -36,7 +37,6 @@ from jobs.launch.nodes import select_nodes
 from jobs.launch.notify import notify
 from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.launch.staging import staged
-from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_or_empty
 

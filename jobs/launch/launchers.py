@@ -17,8 +17,8 @@ from gems.launch.local_launcher import mpiexec_argv
 from gems.runs.code_archive import code_root, from_snapshot
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
-from jobs.slurm.resources import CODE as STAGED_CODE
-from jobs.slurm.resources import IMAGE, SIMULATED, JobSpec
+from jobs.batch.resources import CODE as STAGED_CODE
+from jobs.batch.resources import IMAGE, SIMULATED, JobSpec
 
 RANK = "gems.engine.run"
 DEPUTY = "jobs.launch.deputy"

@@ -16,11 +16,11 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import CLOCKS_S
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import JobSpec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launchers import check_by_srun
 from jobs.launch.own_job import own_job
-from jobs.slurm.command import SchedulerUnavailableError
-from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import expand_nodes
 
 ANSWER_LIMIT_S = 60.0  # a cold file system may take as long to give every node the interpreter

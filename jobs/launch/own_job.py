@@ -21,11 +21,12 @@ from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
+from jobs.batch.job import Job
+from jobs.batch.resources import JobSpec, Work
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.schedulers.scheduler import Scheduler, scheduler_of, title
 from jobs.slurm import jobs as slurm_jobs
-from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import read_chain
 from jobs.status.run_status import read_or_empty
 
@@ -62,13 +63,13 @@ with contextlib.suppress(OSError):
     LOG_START_BYTES = _stderr().stat().st_size
 
 
-def own_job() -> slurm_jobs.Job | None:
+def own_job() -> Job | None:
     """Query the job that this process is in; None outside of one, or if its batch system does not answer."""
     scheduler = own_scheduler()
     return None if scheduler is None else scheduler.own_job(str(own_job_id()), OWN_JOB_LIMIT_S)
 
 
-def will_restart(job: slurm_jobs.Job | None) -> bool:
+def will_restart(job: Job | None) -> bool:
     """Return whether SLURM is to start the job once more after this attempt."""
     return job is not None and job.restarts > num_restarts()
 
@@ -146,7 +147,7 @@ def _record(job_id: str) -> dict[str, Any] | None:
     return None if scheduler is None else scheduler.record(job_id)
 
 
-def stop_cause(job: slurm_jobs.Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
+def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
     """Return why the batch system made a run save and stop; None if a user did.
 
     If the system does not answer, a job counts as out of time, or as preempted after SIGTERM.

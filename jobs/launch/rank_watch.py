@@ -14,9 +14,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, read_beats
 from gems.runs.wait_graph import WaitingChain, parse_action, waiting_chain
 from gems.utils.units import now_utc
+from jobs.batch.resources import JobSpec
 from jobs.diagnosis.launcher_output import OUR_LINE, LauncherOutput
 from jobs.diagnosis.root_cause import BY_LAUNCHER, has_failed_rank
-from jobs.slurm.resources import JobSpec
 
 POLL_S = 1.0
 ABORT_LIMIT_S = 10.0

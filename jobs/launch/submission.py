@@ -15,6 +15,8 @@ from gems.runs.prepare import change_layout, prepare
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
+from jobs.batch.job import name_submission
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
@@ -24,9 +26,7 @@ from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import name_submission
 from jobs.slurm.limits import check_limits, check_submission
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.ownership import CHAIN_JSON, gone_verifier
 
 

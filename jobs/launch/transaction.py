@@ -15,9 +15,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
+from jobs.batch.job import UnclearSubmissionError, name_submission
+from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import UnclearSubmissionError, name_submission
-from jobs.slurm.resources import JobSpec, Work
 from jobs.status.ownership import record_submission
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -21,13 +21,13 @@ from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
 from gems.utils.stdio import report
 from gems.utils.units import GIB
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import JobSpec
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
 from jobs.preflight.layouts import check_layouts
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue, check_script, shortage
-from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import Partition, query_accounts, query_partitions
 
 CHECKPOINTS = 2

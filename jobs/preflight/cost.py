@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from gems.errors import ConfigError
-from jobs.slurm.resources import JobSpec
+from jobs.batch.resources import JobSpec
 
 DRY_RUN, YES, FORCE = "--dry-run", "--yes", "--force"
 KEY = "cluster.confirm_above_gpu_hours"

@@ -13,7 +13,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.utils.cache import keep_cached, read_cached
 from gems.utils.units import format_rates
-from jobs.slurm.resources import JobSpec
+from jobs.batch.resources import JobSpec
 
 KIND = "probe"  # in the cache
 MAX_AGE = timedelta(days=30)

@@ -11,9 +11,9 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.run_plan import RunPlan, plan_run, step_s
-from jobs.slurm.command import SchedulerUnavailableError
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import job_spec
 from jobs.slurm.limits import estimate_wait_h
-from jobs.slurm.resources import job_spec
 from jobs.slurm.site import left_nodes
 
 NO_LAYOUT = (ConfigError, DoesNotFitError, ScheduleError)

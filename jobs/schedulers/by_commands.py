@@ -19,11 +19,11 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
+from jobs.batch.command import SchedulerError
+from jobs.batch.job import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
+from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
+from jobs.batch.script import call_submit, check_path, export_lines, module_lines, report_short_job
 from jobs.schedulers.scheduler import Scheduler
-from jobs.slurm.command import SchedulerError
-from jobs.slurm.jobs import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
-from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec, Work
-from jobs.slurm.script import call_submit, check_path, export_lines, module_lines, report_short_job
 
 PROGRAM = "jobs.launch.batch"
 

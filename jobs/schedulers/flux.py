@@ -18,12 +18,12 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.runs.owner import FLUX_VARIABLE, ascii_flux_id
+from jobs.batch.command import SchedulerUnavailableError, run_command
+from jobs.batch.job import Job
+from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
+from jobs.batch.script import free_options
 from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import SchedulerUnavailableError, run_command
-from jobs.slurm.jobs import Job
-from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
-from jobs.slurm.script import free_options
 
 JOB_ID = "f[1-9A-HJ-NP-Za-km-z]{1,12}"
 OWN_KEYS = {

@@ -18,12 +18,12 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
+from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_command
+from jobs.batch.job import Job
+from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
+from jobs.batch.script import free_options
 from jobs.schedulers.by_commands import ByCommands, FoundJob
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.command import CommandResult, SchedulerUnavailableError, run_command
-from jobs.slurm.jobs import Job
-from jobs.slurm.resources import TOKEN_VARIABLE, JobSpec
-from jobs.slurm.script import free_options
 
 JOB_ID = r"[0-9]{1,18}\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}"
 MAX_NAME = 15  # characters that older releases take; OpenPBS takes 230

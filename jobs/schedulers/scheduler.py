@@ -18,9 +18,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
-from jobs.slurm.command import SchedulerError
-from jobs.slurm.jobs import Job, JobQuery, ListedJob
-from jobs.slurm.resources import JobSpec, Work
+from jobs.batch.command import SchedulerError
+from jobs.batch.job import Job, JobQuery, ListedJob
+from jobs.batch.resources import JobSpec, Work
 
 
 class Scheduler(ABC):

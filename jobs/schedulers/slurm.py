@@ -9,12 +9,13 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
+from jobs.batch.command import run_command
+from jobs.batch.job import Job, JobQuery, ListedJob
+from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm import site
-from jobs.slurm.command import run_command
-from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE, Job, JobQuery, ListedJob
-from jobs.slurm.resources import JobSpec, Work
+from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE
 
 REQUEUE_LIMIT_S = 20.0
 STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")

@@ -29,10 +29,11 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
-from jobs.slurm.jobs import UnclearSubmissionError, find_submitted, pickle_path, script_path
+from jobs.batch.job import UnclearSubmissionError, pickle_path, script_path
+from jobs.batch.resources import JobSpec, Work
+from jobs.batch.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
+from jobs.slurm.jobs import find_submitted
 from jobs.slurm.limits import refusal
-from jobs.slurm.resources import JobSpec, Work
-from jobs.slurm.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
 
 OWN_KEYS = {
     "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",

@@ -1,4 +1,4 @@
-"""SLURM's jobs: one record, from squeue, sacct or scontrol, whichever a site has; and messages of their end in logs."""
+"""SLURM's jobs, by squeue, sacct or scontrol, whichever a site has; and messages of their end in logs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gems.errors import TryLaterError
 from gems.runs.failure_cause import FailureCause
-from jobs.slurm.command import SchedulerUnavailableError, run_command
+from jobs.batch.command import SchedulerUnavailableError, run_command
+from jobs.batch.job import ACTIVE, OVER, Job, JobQuery, ListedJob, script_path
 
-PENDING = ("PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-STARTING = ("CONFIGURING",)
 NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
-ACTIVE = (
-    *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
-)  # fmt: skip
-OVER = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
-)  # fmt: skip
 LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
@@ -42,48 +33,6 @@ REASONS: dict[str, str] = {
     "PREEMPTION": FailureCause.PREEMPTED, "TIME LIMIT": FailureCause.TIME_LIMIT, "NODE FAILURE": FailureCause.NODE,
     "JOB REQUEUE": REQUEUED,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job as SLURM knows it, in SLURM's words; `source` is the command that was asked.
-
-    `start_utc` of a pending job is SLURM's estimate. `restarts` counts how often SLURM has put the job back.
-    """
-
-    state: str
-    source: str = SQUEUE
-    reason: str = ""
-    start_utc: datetime | None = None
-    name: str | None = None
-    exit_code: str = ""
-    nodes: str = ""
-    end_utc: datetime | None = None
-    elapsed: str = ""
-    time_limit: str = ""
-    max_rss_bytes: int | None = None
-    step_states: tuple[str, ...] = ()
-    restarts: int = 0
-    is_preempted: bool = False
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the job waits or runs."""
-        return self.state in ACTIVE
-
-    def describe(self) -> str:
-        """Describe what is known of the job in one line."""
-        names = ("state", "exit_code", "reason", "nodes", "elapsed", "time_limit")
-        known = ((name.replace("_", " "), getattr(self, name)) for name in names)
-        return ", ".join(f"{name} {value}" for name, value in known if value)
-
-
-@dataclass(frozen=True, slots=True)
-class JobQuery:
-    """The jobs that a command knows, by number; `error` is why it did not answer."""
-
-    jobs: Mapping[str, Job] = field(default_factory=dict)
-    error: str | None = None
 
 
 def is_job_number(value: object) -> bool:
@@ -117,20 +66,6 @@ def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limi
     return JobQuery(dict(zip(numbers, jobs.values(), strict=False)) if source == SCONTROL else jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class ListedJob:
-    """A line of squeue's list: a job, its state, and the path of its batch script."""
-
-    job_id: str
-    state: str
-    command: str
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the job waits or runs."""
-        return self.state in ACTIVE
-
-
 def list_jobs(chosen: str) -> list[ListedJob]:
     """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
 
@@ -151,20 +86,6 @@ def list_jobs(chosen: str) -> list[ListedJob]:
     return [ListedJob(*map(str.strip, row)) for row in rows[1:]]
 
 
-class UnclearSubmissionError(TryLaterError):
-    """It is not known whether the batch system has taken a job."""
-
-
-def script_path(logs: Path, token: str) -> Path:
-    """Return the batch script of a submission; its name is the sign by which SLURM's job is found."""
-    return logs / f".submission_file_{token}.sh"
-
-
-def pickle_path(logs: Path, token: str) -> Path:
-    """Return what the job of a submission calls, until the job has a number."""
-    return logs / f".submitted_{token}.pkl"
-
-
 def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
     """Find the jobs of submissions among this user's, by one squeue, of an array an active task if there is any.
 
@@ -173,18 +94,6 @@ def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
     found = sorted(list_jobs(f"--user={os.getuid()}"), key=lambda job: job.is_active)
     named = ((token, job) for token in tokens for job in found if script_path(Path(), token).name in job.command)
     return dict(named)
-
-
-def name_submission(logs: Path, token: str, job_id: str) -> None:
-    """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
-    script, pickle = script_path(logs, token), pickle_path(logs, token)
-    named = logs / f"{job_id}_submission.sh"
-    with contextlib.suppress(FileNotFoundError):  # of an array the logs of each run have one, and no script
-        pickle.rename(logs / f"{job_id}_submitted.pkl")
-    with contextlib.suppress(FileNotFoundError):
-        if not (script.is_symlink() or named.exists()):
-            script.rename(named)
-            script.symlink_to(named)
 
 
 def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:

@@ -15,9 +15,9 @@ from gems.config.cluster_presets import host_names
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError, nearest
 from gems.runs.owner import own_job_id
-from jobs.slurm.command import SchedulerRefusedError, run_command
+from jobs.batch.command import SchedulerRefusedError, run_command
+from jobs.batch.resources import JobSpec
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.resources import JobSpec
 from jobs.slurm.site import UP, Accounts, Partition
 
 IF_CHANGED = "if the site has changed it, set cluster.limits=[]"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
 from gems.utils.units import MIB
-from jobs.slurm.command import (
+from jobs.batch.command import (
     SITE_LIMIT_S,
     CommandResult,
     SchedulerRefusedError,

@@ -20,9 +20,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
+from jobs.batch.command import SchedulerError, SchedulerUnavailableError
+from jobs.batch.job import ListedJob, name_submission, script_path
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
-from jobs.slurm.command import SchedulerError, SchedulerUnavailableError
-from jobs.slurm.jobs import ListedJob, name_submission, script_path
 
 CHAIN_JSON = "chain.json"
 SLURM = "slurm"  # the system of submissions that name none, as earlier versions wrote them

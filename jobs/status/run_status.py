@@ -17,9 +17,10 @@ from gems.runs.folder import RunFolder, describe_change
 from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
+from jobs.batch.command import SchedulerError
+from jobs.batch.job import PENDING, STARTING, Job, JobQuery
 from jobs.schedulers.scheduler import SCHEDULERS, is_job_id, query_accounting, query_queue, scheduler_of
-from jobs.slurm.command import SchedulerError
-from jobs.slurm.jobs import NEVER_SATISFIED, PENDING, SACCT, STARTING, Job, JobQuery
+from jobs.slurm.jobs import NEVER_SATISFIED, SACCT
 from jobs.status.ownership import SLURM, complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"

@@ -29,14 +29,14 @@ from gems.runs.prepare import prepare
 from gems.runs.provenance import own_code
 from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
+from jobs.batch.job import UnclearSubmissionError
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.jobs import UnclearSubmissionError
 from jobs.slurm.limits import check_limits, check_submission, is_on_site, queue_limit
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import cached_site_queries
 from jobs.status.ownership import find_among, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses

@@ -15,12 +15,12 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, read_owner, take
 from gems.utils.atomic_io import read_json, write_json
 from jobs.__main__ import VERBS
+from jobs.batch.resources import JobSpec, Work, job_spec
 from jobs.launch.batch import claim, run_prepared
 from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
 from jobs.slurm.executor import executor
-from jobs.slurm.resources import JobSpec, Work, job_spec
 from jobs.status.ownership import CHAIN_JSON, gone_verifier, read_chain
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm

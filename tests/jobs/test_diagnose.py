@@ -399,7 +399,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, diagnose: Callable[..., tuple
 def test_slurm_that_hangs_costs_a_bounded_time(
     prepared: Prepared, slurm: FakeSlurm, write_failed: WriteFailed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.slurm.command.QUERY_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
     for name in ("squeue", "sacct", "scontrol"):
         slurm.hangs(name)
     folder = failed(prepared())

@@ -18,6 +18,7 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json, write_json
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch import batch as batch_module
 from jobs.launch import launch as launch_module
@@ -25,7 +26,6 @@ from jobs.launch.batch import BatchJob, run_prepared
 from jobs.launch.deputy import main as deputy
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.ownership import CHAIN_JSON
 from jobs.status.run_status import read_recorded
 from tests.jobs.fake_slurm import FakeSlurm

@@ -16,10 +16,10 @@ import pytest
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.slurm.limits import check_limits
-from jobs.slurm.resources import job_spec
 from tests.jobs.job_helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"

@@ -14,8 +14,8 @@ from gems.errors import ConfigError
 from gems.launch import local_launcher as ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
-from jobs.slurm.resources import job_spec
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"

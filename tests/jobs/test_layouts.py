@@ -15,10 +15,10 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder, describe_layout
 from gems.runs.run_plan import predict_peaks
+from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
 from jobs.slurm.executor import executor
 from jobs.slurm.limits import check_limits
-from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,10 +14,10 @@ from gems.cli.framework import Options
 from gems.config.cluster import QueueLimit
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.limits import check_limits, check_queue, check_submission, queue_limit
-from jobs.slurm.resources import job_spec
 
 LIMITS = [
     QueueLimit(qos="debug", minutes=30, queued_jobs=1),

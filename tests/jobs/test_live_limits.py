@@ -10,9 +10,9 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from jobs.slurm.command import SchedulerUnavailableError
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import job_spec
 from jobs.slurm.limits import check_account, check_partitions
-from jobs.slurm.resources import job_spec
 from jobs.slurm.site import Accounts, expand_nodes, left_nodes, max_nodes, query_accounts, query_partitions
 from tests.jobs.fake_slurm import FakeSlurm
 

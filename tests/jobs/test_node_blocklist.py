@@ -14,9 +14,9 @@ from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.slurm.executor import executor
-from jobs.slurm.resources import job_spec
 
 NOW = datetime.now(UTC)
 

@@ -15,8 +15,8 @@ from gems.config.schema import RunSpec
 from gems.errors import NodeFailedError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.nodes import NodeCheck, select_nodes
-from jobs.slurm.resources import JobSpec, job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
 pytestmark = pytest.mark.timeout(60)

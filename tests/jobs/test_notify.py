@@ -20,12 +20,12 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import write_json
+from jobs.batch.resources import job_spec
 from jobs.launch import notify as notify_module
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.notify import describe, notify, send
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.slurm.resources import job_spec
 
 pytestmark = pytest.mark.timeout(120)
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]

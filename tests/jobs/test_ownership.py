@@ -12,7 +12,7 @@ from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import take
 from gems.utils.atomic_io import write_json
-from jobs.slurm import command
+from jobs.batch import command
 from jobs.status.ownership import find_among, gone_verifier
 from tests.jobs.fake_slurm import FakeSlurm
 

@@ -21,13 +21,13 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
+from jobs.batch.command import SchedulerUnavailableError
+from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.slurm.command import SchedulerUnavailableError
 from jobs.slurm.limits import check_script, describe_start, is_on_site, parse_estimate
-from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
 SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"

@@ -13,10 +13,10 @@ from gems.config.schema import RunSpec
 from gems.runs import heartbeat as heartbeat_module
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
+from jobs.batch.resources import job_spec
 from jobs.diagnosis.launcher_output import OUR_LINE, LauncherOutput
 from jobs.launch import rank_watch
 from jobs.launch.rank_watch import MARGIN_S, PHASE_FACTOR, RankWatch, Reason
-from jobs.slurm.resources import job_spec
 
 LIMIT_S = 20.0
 

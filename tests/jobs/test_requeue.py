@@ -21,12 +21,12 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
+from jobs.batch.resources import job_spec
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch import launch as launch_module
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import StopRequest, launch
-from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.job_helpers import ROOT, wait_until
 

@@ -126,7 +126,7 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
 
 
 def test_what_could_not_be_asked_is_said(prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.slurm.command.QUERY_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()

@@ -19,9 +19,9 @@ from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.slurm.executor import executor, sbatch_options
-from jobs.slurm.resources import job_spec
 
 SBATCH = """#!{python}
 import json, os, pathlib, sys

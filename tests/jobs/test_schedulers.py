@@ -20,6 +20,9 @@ from gems.errors import ConfigError, TryLaterError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, read_owner
+from jobs.batch.command import SchedulerError
+from jobs.batch.job import UnclearSubmissionError
+from jobs.batch.resources import job_spec
 from jobs.cli.logs import find_log
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
@@ -28,9 +31,6 @@ from jobs.launch.submission import start_run, submit_chain
 from jobs.preflight.checks import preflight
 from jobs.schedulers import pbs as pbs_module
 from jobs.schedulers.scheduler import SCHEDULERS, find_job, query_queue, scheduler_of
-from jobs.slurm.command import SchedulerError
-from jobs.slurm.jobs import UnclearSubmissionError
-from jobs.slurm.resources import job_spec
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
 from jobs.status.run_status import RunStatus, run_statuses

@@ -21,9 +21,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.executor import executor
-from jobs.slurm.resources import job_spec
 from tests.jobs.job_helpers import ROOT
 
 NOTES = """#!{python}

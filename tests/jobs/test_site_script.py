@@ -16,10 +16,10 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.executor import executor
-from jobs.slurm.resources import job_spec
 from tests.jobs.job_helpers import ROOT
 
 FOLDER = RunFolder(Path("/runs/it's mine"))

@@ -52,7 +52,7 @@ def test_what_is_no_number_is_never_asked(slurm: FakeSlurm) -> None:
 
 
 def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.slurm.command.QUERY_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.batch.command.QUERY_LIMIT_S", 0.2)
     slurm.hangs("sacct")
     slurm.hangs("scontrol")
     record, errors = find_job("41")

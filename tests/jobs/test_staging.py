@@ -10,9 +10,9 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command
 from jobs.launch.staging import staged
-from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
 WORDS = ["cluster=mini", "cluster.stage_above_nodes=1", "cluster.stage_dir=/local/"]

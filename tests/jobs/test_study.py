@@ -21,13 +21,13 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.cli import study as study_module
 from jobs.cli.study import draw, is_due, point_state
 from jobs.launch import launchers
 from jobs.launch.launchers import command
 from jobs.launch.submission import start_run
 from jobs.slurm.limits import refusal as sbatch_refusal
-from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.run_status import run_statuses
 from jobs.studies import runner as runner_module
 from tests.jobs.fake_slurm import FakeSlurm

@@ -16,11 +16,11 @@ from gems.errors import TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, read_owner
 from gems.runs.prepare import prepare
+from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.slurm import executor
-from jobs.slurm.resources import job_spec
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.jobs.fake_slurm import FakeSlurm

@@ -21,7 +21,7 @@ import os, sys, pathlib
 from gems.launch.local_launcher import rank_environment
 from gems.runs.folder import RunFolder
 from jobs.launch.mpi_probe import probe_in_job
-from jobs.slurm.resources import job_spec
+from jobs.batch.resources import job_spec
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 spec = folder.read_spec()
 probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) | {"PYTHONPATH": os.getcwd()})

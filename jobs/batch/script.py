@@ -12,9 +12,9 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
-from jobs.slurm.command import SchedulerError, SchedulerRefusedError, run_command
-from jobs.slurm.jobs import ListedJob, UnclearSubmissionError
-from jobs.slurm.resources import JobSpec
+from jobs.batch.command import SchedulerError, SchedulerRefusedError, run_command
+from jobs.batch.job import ListedJob, UnclearSubmissionError
+from jobs.batch.resources import JobSpec
 
 SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
 # Errors after which the system may have the job, as opposed to those of a connection that never came about.

@@ -1,0 +1,103 @@
+"""A job of any batch system as a record, in SLURM's words, and the files by which a submission is found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from gems.errors import TryLaterError
+
+PENDING = ("PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+STARTING = ("CONFIGURING",)
+ACTIVE = (
+    *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
+)  # fmt: skip
+OVER = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as its batch system knows it, in SLURM's words; `source` is the command that was asked.
+
+    `start_utc` of a pending job is an estimate. `restarts` counts how often the job was put back into the queue.
+    """
+
+    state: str
+    source: str = "squeue"
+    reason: str = ""
+    start_utc: datetime | None = None
+    name: str | None = None
+    exit_code: str = ""
+    nodes: str = ""
+    end_utc: datetime | None = None
+    elapsed: str = ""
+    time_limit: str = ""
+    max_rss_bytes: int | None = None
+    step_states: tuple[str, ...] = ()
+    restarts: int = 0
+    is_preempted: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state in ACTIVE
+
+    def describe(self) -> str:
+        """Describe what is known of the job in one line."""
+        names = ("state", "exit_code", "reason", "nodes", "elapsed", "time_limit")
+        known = ((name.replace("_", " "), getattr(self, name)) for name in names)
+        return ", ".join(f"{name} {value}" for name, value in known if value)
+
+
+@dataclass(frozen=True, slots=True)
+class JobQuery:
+    """The jobs that a command knows, by number; `error` is why it did not answer."""
+
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """A line of squeue's list: a job, its state, and the path of its batch script."""
+
+    job_id: str
+    state: str
+    command: str
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state in ACTIVE
+
+
+class UnclearSubmissionError(TryLaterError):
+    """It is not known whether the batch system has taken a job."""
+
+
+def script_path(logs: Path, token: str) -> Path:
+    """Return the batch script of a submission; its name is the sign by which a job of SLURM's is found."""
+    return logs / f".submission_file_{token}.sh"
+
+
+def pickle_path(logs: Path, token: str) -> Path:
+    """Return what the job of a submission calls, until the job has a number."""
+    return logs / f".submitted_{token}.pkl"
+
+
+def name_submission(logs: Path, token: str, job_id: str) -> None:
+    """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
+    script, pickle = script_path(logs, token), pickle_path(logs, token)
+    named = logs / f"{job_id}_submission.sh"
+    with contextlib.suppress(FileNotFoundError):  # of an array the logs of each run have one, and no script
+        pickle.rename(logs / f"{job_id}_submitted.pkl")
+    with contextlib.suppress(FileNotFoundError):
+        if not (script.is_symlink() or named.exists()):
+            script.rename(named)
+            script.symlink_to(named)
