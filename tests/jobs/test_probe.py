@@ -263,7 +263,7 @@ def test_a_job_whose_submission_is_interrupted_is_cancelled(slurm: FakeSlurm, tm
 def test_a_submission_without_a_job_is_no_answer(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.says("sbatch")
     slurm.says("squeue", "JOBID|STATE|COMMAND")
-    with pytest.raises(ConfigError, match="nobody can tell whether SLURM has the job"):
+    with pytest.raises(ConfigError, match="cannot determine whether SLURM accepted the job"):
         probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
 
 
