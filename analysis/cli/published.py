@@ -18,8 +18,8 @@ BEYOND = (2, 4)  # times the ranks fitted to, where a table has no more rows
 def published_answer(series: Mapping[str, Sequence[Row]], fit_to: int | None) -> list[dict[str, Any]]:
     """Return for each series the law with the most weight, and the rows beyond `fit_to` accelerators beside it.
 
-    Without `fit_to` all rows are fitted, and the forecasts are for two and four times the accelerators of the largest,
-    with its samples a rank.
+    Where all rows are fitted, as without `fit_to`, the forecasts are for two and four times the accelerators of the
+    largest, with its samples a rank.
 
     Raises:
         ConfigError: no series has a row of so few accelerators.
@@ -37,9 +37,7 @@ def _answer(name: str, rows: Sequence[Row], fit_to: int | None) -> dict[str, Any
     if not fitted:
         return None
     model, last = fit_steps(fitted), fitted[-1]
-    others = [row for row in rows if row not in fitted]
-    if fit_to is None:
-        others = [_larger(last, factor) for factor in BEYOND]
+    others = [row for row in rows if row not in fitted] or [_larger(last, factor) for factor in BEYOND]
     following = next_row(model, fitted)
     return {
         "series": name, "source": PUBLISHED, "note": NOT_VERIFIED, "law": model.best.law.name,

@@ -86,7 +86,7 @@ def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str
 
 def _table(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()  # spreadsheets begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("table", path, f"cannot be read ({error})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
@@ -113,14 +113,19 @@ def _row_of(path: Path, number: int, cells: Mapping[str, Any]) -> Row:
             raise ConfigError("table", path, f"line {number}: {name} is {text or 'empty'!r}, and must be above 0")
         return value
 
+    def whole(name: str, is_needed: bool = True) -> int | None:
+        value = positive(name, is_needed)
+        if value is not None and not value.is_integer():
+            raise ConfigError("table", path, f"line {number}: {name} is {cells[name]!r}, and must be a whole number")
+        return None if value is None else int(value)
+
     step_s = positive("step_s", False)
     if step_s is None and (not cells.get("epoch_s") or not cells.get("train_samples")):
         raise ConfigError("table", path, f"line {number} has neither step_s nor epoch_s with train_samples")
-    ranks, batch = (int(positive(name) or 0) for name in NEEDED[1:])
+    ranks, batch = (whole(name) or 0 for name in NEEDED[1:])
     if step_s is None:
         step_s = _step_s(positive("epoch_s") or 0.0, positive("train_samples") or 0.0, batch)
-    nodes = positive("nodes", False)
-    return Row(ranks, batch, step_s, None if nodes is None else int(nodes), str(cells.get("source") or ""))
+    return Row(ranks, batch, step_s, whole("nodes", False), str(cells.get("source") or ""))
 
 
 def _step_s(epoch_s: float, train_samples: float, global_batch: int) -> float:

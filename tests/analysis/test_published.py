@@ -183,6 +183,7 @@ def test_what_a_benchmark_is_counts_where_logs_do_not_say_it(tmp_path: Path) -> 
         ("series,accelerators,global_batch,step_s\na,8,64,\n", "line 2 has neither step_s nor epoch_s"),
         ("# a note\nseries,accelerators,global_batch,step_s\na,8,64,1\na,x,64,1\n", "line 4: accelerators is 'x'"),
         ("series,accelerators,global_batch,step_s\na,8,64,-1\n", "line 2: step_s is '-1', and must be above 0"),
+        ("series,accelerators,global_batch,step_s\na,8.5,64,1\n", "line 2: accelerators is '8.5', and must be a whole"),
         ("series,accelerators,global_batch,step_s\n", "has no row"),
     ],
 )
@@ -191,6 +192,12 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"^table=.*{says}"):
         read_table(path)
+
+
+def test_a_table_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfseries,accelerators,global_batch,step_s\r\na,8,64,1\r\n")
+    assert read_table(path) == {"a": [Row(8, 64, 1.0, None, "")]}
 
 
 Times = Callable[[int, float], float]
@@ -263,10 +270,11 @@ def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.Capture
     last = found["points"][-1]
     assert last["low_s"] < last["predicted_step_s"] < last["high_s"]
     assert abs(last["predicted_step_s"] / 0.278239 - 1) <= 0.05
-    (found,) = answers(capsys, "--series", "daint_deepcam")
-    assert [(point["accelerators"], point["measured_step_s"]) for point in found["points"]] == [
-        (2048, None), (4096, None)
-    ]  # fmt: skip
+    for words in ((), ("--fit-to", "1024"), ("--fit-to", "5000")):  # nothing is left to compare with
+        (found,) = answers(capsys, "--series", "daint_deepcam", *words)
+        assert [(point["accelerators"], point["measured_step_s"]) for point in found["points"]] == [
+            (2048, None), (4096, None)
+        ]  # fmt: skip
 
 
 def forecasts(table: Path) -> list[dict[str, Any]]:
