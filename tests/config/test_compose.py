@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf.errors import InterpolationResolutionError
 
 from gems.config.compose import compose, composed
-from gems.config.overrides import CONF, options_of, valid_keys
+from gems.config.overrides import CONF, options_of, translate, valid_keys
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -224,6 +225,10 @@ class TestRefused:
     def test_a_good_override_beside_a_bad_one_is_not_blamed(self) -> None:
         assert refusal("seed=3", "parallel.partitions=two", "name=x").startswith("parallel.partitions=two")
         assert refusal("seed=3", "model.depth=[1", "name=x").startswith("override=model.depth=[1")
+
+    def test_a_circle_whose_key_omegaconf_does_not_name(self) -> None:
+        error = InterpolationResolutionError("Recursive interpolation detected")
+        assert str(translate(error, ["name=x", "+seed=${seed}"])).startswith("seed=${seed}: Recursive")
 
     def test_what_resolve_refuses(self) -> None:
         assert refusal("parallel.partitions=0") == "parallel.partitions=0: must be 1 or more; ranks of one pipeline"
