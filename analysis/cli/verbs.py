@@ -187,15 +187,18 @@ def _scaling(options: Options) -> None:
 
 
 def _published(options: Options) -> None:
-    from analysis.cli.published import published_answer, published_report
+    from analysis.cli.published import published_report
+    from analysis.scaling.forecasts import forecast_series
     from analysis.scaling.published import choose_series, read_table
 
     if options.paths:
         raise ConfigError("--table", options.table, "is fitted in place of runs", "leave the runs out")
     notes: list[str] = []
     series = choose_series(read_table(options.table, notes.append), options.series)
+    answers = forecast_series(series, options.fit_to)
+    left_out = sorted(series.keys() - {answer["series"] for answer in answers})
+    notes += (f"left out: {name} has no row of {options.fit_to} accelerators or fewer" for name in left_out)
     _print_notes(notes)
-    answers = published_answer(series, options.fit_to)
     _print(options, answers, lambda: published_report(answers))
 
 

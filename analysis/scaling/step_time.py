@@ -1,13 +1,14 @@
-"""Laws of a step's time where ranks and samples a rank change apart, as in most published series.
+"""Laws of step time for series in which ranks and samples a rank vary independently, as in most published ones.
 
 `analysis.scaling.laws` fits what an image costs over ranks, which is no function of the ranks alone once the samples a
 rank change with them. Here a step's time is a function of both: a fixed part, a part by samples a rank, and terms by
 log2 of the ranks, of each level of the network where nodes are known, or by ranks. Coefficients are never negative.
 
 Few rows cannot tell all terms, so each term has a prior, a normal one: of a step at the first row 10 % +- 9 % are
-fixed; twice the samples take 2^(.75 +- .07) times as long; twice the ranks 5 % +- 2 % longer. Later rows count more:
-weights rise with the root of the ranks. The constants are the mean over ten resamples of the series in
-`scripts/data/mlperf_scaling.csv` of those that gave what was measured the highest density; no other series had a part.
+fixed; twice the samples take 2^(.75 +- .07) times as long; twice the ranks 5 % +- 2 % longer. A squared error counts
+in proportion to the ranks of its row. The priors and the errors of a forecast maximise the density of the measured
+steps in `scripts/data/mlperf_scaling.csv`, averaged over ten resamples of its series; the laws, the limits and how
+rows are weighted were chosen before, with `scripts/data/measured_scaling.csv` at hand.
 
 No law is chosen by how well it fits. Each is judged by its forecasts from a rolling origin: fitted to the rows up to
 some number of ranks, what did it say of those up to four times as many (Tashman, International Journal of Forecasting
@@ -26,13 +27,14 @@ import numpy as np
 from analysis.metrics.statistics import Interval
 
 MAX_RATIO = 4.0  # of the ranks asked for over those fitted to, up to which a law is judged
-WIDEST = 0.4  # half an interval, relative, that still says something
+WIDEST = 0.4  # the largest relative half-width of a usable interval
 _NOISE = 0.01  # of a published step time, and of a law that holds
-# Of a forecast, as if so many had been seen: where laws are compared, and in the interval, which must hold for others.
+# Prior error of a forecast and its weight in forecasts: for comparing laws, and for the interval.
 _LAW_ERROR, _LAW_ERROR_WEIGHT = 0.01, 4.0
 _ERROR, _ERROR_WEIGHT = 0.08, 7.0
-_PENALTY = 0.15  # of a term, as a difference of log densities
+_PENALTY = 0.15  # added for each term to minus twice the log density
 _RECENT = 0.5
+_LEAST = 0.01  # of the first step: below it, a sum of terms makes no sense, and its variance becomes large
 _Z = 2.0  # standard deviations of a 95 % interval
 _FIXED, _ELASTICITY = (0.1, 0.09), (0.75, 0.07)  # mean and standard deviation
 _BY_DOUBLING, _BY_RANKS = (0.05, 0.02), (0.0, 0.0003)
@@ -94,9 +96,9 @@ def step_laws(rows: Sequence[Row]) -> tuple[StepLaw, ...]:
     return (
         StepLaw("power", "a samples^e", (_LOG_SCALE, _LOG_SAMPLES), is_product=True),
         StepLaw("power_tree", f"a samples^e exp({growth})", (_LOG_SCALE, _LOG_SAMPLES, *levels), is_product=True),
-        StepLaw("fixed", "c + c samples", (_CONSTANT, _SAMPLES)),
-        StepLaw("tree", f"c + c samples + {growth}", (_CONSTANT, _SAMPLES, *levels)),
-        StepLaw("ring", "c + c samples + c ranks", (_CONSTANT, _SAMPLES, _RING)),
+        StepLaw("fixed", "a + b samples", (_CONSTANT, _SAMPLES)),
+        StepLaw("tree", f"a + b samples + {growth}", (_CONSTANT, _SAMPLES, *levels)),
+        StepLaw("ring", "a + b samples + c ranks", (_CONSTANT, _SAMPLES, _RING)),
     )
 
 
@@ -116,6 +118,7 @@ class StepFit:
         variance = float(values @ self.covariance @ values)
         if self.law.is_product:
             return found + math.log(self.first.step_s), variance
+        found = max(found, _LEAST)
         return math.log(found * self.first.step_s), variance / found**2
 
 
@@ -165,8 +168,8 @@ class StepModel:
         middle = math.exp(log_s)
         return Interval(max(0.0, middle * (1.0 - _Z * deviation)), middle, middle * (1.0 + _Z * deviation))
 
-    def carries(self, row: Row) -> bool:
-        """Return whether the interval is narrow enough to say something, WIDEST to either side at most."""
+    def is_narrow(self, row: Row) -> bool:
+        """Return whether the interval is at most WIDEST to either side."""
         return _Z * self._forecast(row)[1] <= WIDEST
 
     def disagreement(self, row: Row) -> float:

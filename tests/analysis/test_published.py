@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.cli.published import published_answer
+from analysis.scaling.forecasts import forecast_series
 from analysis.scaling.published import read_log, read_table
 from analysis.scaling.step_time import Row, fit_steps, next_row
 from gems.errors import ConfigError
-from scripts.bench.outside import TABLE, forecast_row, summary
+from scripts.bench.outside import TABLE, forecast_rows, summary
 
 V05 = """
 0: :::MLPv0.5.0 resnet 1541635731.18 (train.py:40) run_start
@@ -277,13 +277,43 @@ def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.Capture
         ]  # fmt: skip
 
 
+HEAD = "series,accelerators,nodes,global_batch,step_s\n"
+
+
+def own_table(path: Path, rows: str) -> Path:
+    path.write_text(HEAD + rows)
+    return path
+
+
+def test_a_series_of_one_batch_is_forecast_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = own_table(tmp_path / "t.csv", "a,8,,1024,1\na,16,,1024,.6\na,32,,1024,.4\n")
+    assert main(["scaling", "--table", str(table), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [(each["accelerators"], each["global_batch"]) for each in found["points"]] == [(64, 1024), (128, 1024)]
+    assert (found["source"], found["note"]) == ("measured", "")  # no row says where it was published
+
+
+def test_nodes_count_only_if_all_rows_have_them(tmp_path: Path) -> None:
+    rows = "".join(f"a,{ranks},{{}},{32 * ranks},{1.1**doubling}\n" for doubling, ranks in enumerate((8, 16, 32, 64)))
+    partly = own_table(tmp_path / "partly.csv", rows.format(1, 2, 4, ""))
+    unknown = own_table(tmp_path / "unknown.csv", rows.format("", "", "", ""))
+    assert forecast_series(read_table(partly), 32) == forecast_series(read_table(unknown), 32)
+
+
+def test_nodes_that_grow_faster_than_ranks_make_no_sum_below_zero(tmp_path: Path) -> None:
+    table = own_table(tmp_path / "t.csv", "a,1024,1,2048,.0357\na,2048,256,4096,.00612\na,4096,512,4096,.00828\n")
+    (found,) = forecast_series(read_table(table), None)
+    assert all(0.0 <= each["low_s"] < each["predicted_step_s"] < each["high_s"] for each in found["points"])
+
+
+def test_series_without_a_row_to_fit_to_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaling", "--table", str(TABLE), "--fit-to", "64"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "analysis: left out: daint_deepcam has no row of 64 accelerators or fewer" in said
+
+
 def forecasts(table: Path) -> list[dict[str, Any]]:
-    rows = []
-    for name, measured in read_table(table).items():
-        for origin in sorted({row.accelerators for row in measured})[:-1]:
-            (answer,) = published_answer({name: measured}, origin)
-            rows += [forecast_row(answer, each) for each in answer["points"] if each["accelerators"] <= 4 * origin]
-    return rows
+    return [row for name, measured in read_table(table).items() for row in forecast_rows(name, measured)]
 
 
 def test_forecasts_of_the_measured_series_hold() -> None:
@@ -302,7 +332,7 @@ def test_intervals_hold_on_the_series_of_which_the_constants_are() -> None:
     ("words", "says"),
     [
         (["--series", "gaudi3"], "series=gaudi3: is not in the table"),
-        (["--fit-to", "2"], "fit_to=2: leaves no row to fit to; the smallest has 8"),
+        (["--fit-to", "2"], "--fit-to=2: leaves no row to fit to; the smallest has 8"),
         (["a-run"], "is fitted in place of runs"),
     ],
 )
