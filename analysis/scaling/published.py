@@ -38,9 +38,12 @@ SAMPLES = ("train_samples", "num_train_examples", "preproc_num_train_examples")
 # Of the benchmarks' data sets, as logs of later rounds give them: most logs of v0.6 do not.
 DATA_SET_SAMPLES = {"resnet": 1281167, "ssd": 117266}
 WHOLE_RUN = "bert"  # the benchmark whose train_samples are those of the run
+LEAST_STEP_S, MOST_STEP_S = 1e-9, 1e9
+MOST_WHOLE = 2**31
+MOST_SAMPLES = 2**53
 # Files of systems are JSON with these names in one round, and logs with a Python dictionary inside in another.
-NODES = re.compile(r"num(?:ber)?[_ ](?:of[_ ])?nodes\W+(\d+)")
-RANKS_PER_NODE = re.compile(r"(?:num_accelerators|accelerators_per_node)\W+(\d+)")
+NODES = re.compile(r"num(?:ber)?[_ ](?:of[_ ])?nodes\W+(\d{1,7})(?!\d)")
+RANKS_PER_NODE = re.compile(r"(?:num_accelerators|accelerators_per_node)\W+(\d{1,7})(?!\d)")
 ACCELERATOR = re.compile(r"\baccelerator(?:_model_name)?\W+([^\"'\\]+)")
 
 
@@ -124,12 +127,19 @@ def _row_of(path: Path, number: int, cells: Mapping[str, Any]) -> Row:
         raise ConfigError("table", path, f"line {number} has neither step_s nor epoch_s with train_samples")
     ranks, batch = (whole(name) or 0 for name in NEEDED[1:])
     if step_s is None:
-        step_s = _step_s(positive("epoch_s") or 0.0, positive("train_samples") or 0.0, batch)
+        epoch_s, samples = positive("epoch_s") or 0.0, positive("train_samples") or 0.0
+        step_s = _step_s(path, epoch_s, samples, batch, f"line {number}: ")
     return Row(ranks, batch, step_s, whole("nodes", False), str(cells.get("source") or ""))
 
 
-def _step_s(epoch_s: float, train_samples: float, global_batch: int) -> float:
-    return epoch_s / math.ceil(train_samples / global_batch)
+def _step_s(path: Path, epoch_s: float, train_samples: float, global_batch: int, line: str = "") -> float:
+    step_s = epoch_s / math.ceil(train_samples / global_batch)
+    if not LEAST_STEP_S <= step_s <= MOST_STEP_S:
+        allowed = f"{LEAST_STEP_S:g} to {MOST_STEP_S:g} s"
+        raise ConfigError(
+            "table", path, f"{line}an epoch of {epoch_s:g} s has steps of {step_s:g} s: allowed {allowed}"
+        )
+    return step_s
 
 
 def _results(folder: Path, note: Callable[[str], None]) -> Iterator[tuple[str, Row]]:
@@ -169,7 +179,7 @@ def _system(path: Path) -> tuple[int, int, str]:
         advice = "MLPerf keeps the file of a system as systems/SYSTEM.json"
         raise ConfigError("table", path, f"cannot be read ({type(error).__name__})", advice) from error
     nodes, each = (0 if (found := name.search(text)) is None else int(found[1]) for name in (NODES, RANKS_PER_NODE))
-    if not nodes * each:
+    if not 0 < nodes * each <= MOST_WHOLE:
         raise ConfigError("table", path, "does not give the nodes and accelerators of a system, each above 0")
     named = ACCELERATOR.search(text)
     return nodes, nodes * each, "accelerator" if named is None else named[1].strip()
@@ -192,14 +202,18 @@ def read_log(path: Path) -> tuple[int, float]:
     epochs = _epochs_s(entries)
     if not epochs:
         raise ConfigError("table", path, "has no whole epoch (epoch_start, block_start or train_epoch)")
+    if not all(0.0 < seconds < math.inf and count > 0.0 for seconds, count in epochs):
+        raise ConfigError("table", path, "has an epoch that does not end after its start", "remove this log")
     if path.parent.name == WHOLE_RUN:
-        return int(batch), _step_s(sum(seconds * count for seconds, count in epochs), samples, int(batch))
-    return int(batch), _step_s(statistics.median(seconds for seconds, _ in epochs), samples, int(batch))
+        epoch_s = sum(seconds * count for seconds, count in epochs)
+    else:
+        epoch_s = statistics.median(seconds for seconds, _ in epochs)
+    return int(batch), _step_s(path, epoch_s, samples, int(batch))
 
 
 def _number(path: Path, values: Mapping[str, Any], keys: Sequence[str], what: str, known: float | None) -> float:
     value = next((values[key] for key in keys if key in values), known)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= MOST_SAMPLES:
         raise ConfigError("table", path, f"tells no {what} ({' or '.join(keys)})")
     return float(value)
 
@@ -236,7 +250,7 @@ def _entries(path: Path) -> Iterator[Entry]:
             continue
         try:
             yield _entry(line[start:])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError("table", path, f"line {number} is no entry of an MLPerf log: {line[:60]!r}") from error
 
 

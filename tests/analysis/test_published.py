@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -340,3 +341,38 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], words: lis
     assert main(["scaling", "--table", str(TABLE), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+WITHOUT_A_STEP = {
+    "stop before start": (v07(-5_000), "has an epoch that does not end after its start"),
+    "no time": (v07(0), "has an epoch that does not end after its start"),
+    "negative count": (V06.replace('"epoch_count": 4', '"epoch_count": -4'), "has an epoch that does not end after"),
+    "count is NaN": (V06.replace('"epoch_count": 4', '"epoch_count": NaN'), "has an epoch that does not end after"),
+    "time is infinite": (v07(1_000).replace('"time_ms": 101000', '"time_ms": Infinity'), "has an epoch that does not"),
+    "time beyond floats": (v07(1_000).replace('"time_ms": 101000', f'"time_ms": {10**400}'), "is no entry"),
+    "a long time": (v07(1_000).replace('"time_ms": 101000', '"time_ms": 1e300'), "allowed 1e-09 to 1e+09 s"),
+    "half a sample": (v07(1_000).replace('"value": 100,', '"value": 0.5,'), "tells no global batch"),
+    "batch is NaN": (v07(1_000).replace('"value": 100,', '"value": NaN,'), "tells no global batch"),
+    "infinite batch": (v07(1_000).replace('"value": 100,', '"value": Infinity,'), "tells no global batch"),
+    "samples beyond floats": (
+        v07(1_000).replace('"value": 1000,', f'"value": {10**400},'),
+        "tells no training samples",
+    ),
+    "a deep line": (f":::MLLOG {'[' * 100_000}", "line 1 is no entry"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), WITHOUT_A_STEP.values(), ids=WITHOUT_A_STEP)
+def test_a_log_of_impossible_numbers_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^table=.*result_0.txt: .*{re.escape(says)}"):
+        read_log(path)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 8])
+def test_a_system_of_impossibly_many_nodes_is_refused(tmp_path: Path, number: str) -> None:
+    result(tmp_path, v07(20_000))
+    (tmp_path / "systems" / "s8.json").write_text(f'{{"number_of_nodes": {number}, "accelerators_per_node": 8}}')
+    with pytest.raises(ConfigError, match="does not give the nodes and accelerators"):
+        read_table(tmp_path)
