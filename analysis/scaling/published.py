@@ -222,10 +222,14 @@ def _epochs_s(entries: Iterable[Entry]) -> list[tuple[float, float]]:
     """Return the seconds of an epoch and how many they stand for: by epochs, else by blocks, else by train_epoch.
 
     A stop ends the start of its number, or the only one that is open. An epoch of v0.5 ends where evaluation begins.
+    What is open where a run starts again was cut off.
     """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*STOPS.values(), "train_epoch")}
     begun: dict[str, dict[float | None, Entry]] = {name: {} for name in found}
     for entry in entries:
+        if entry.key == "run_start":
+            for cut_off in begun.values():
+                cut_off.clear()
         if entry.key in ("train_epoch", "eval_start") and begun["train_epoch"]:
             start = begun["train_epoch"].popitem()[1]
             found["train_epoch"].append((entry.time_s - start.time_s, 1.0))

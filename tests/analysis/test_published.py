@@ -376,3 +376,21 @@ def test_a_system_of_impossibly_many_nodes_is_refused(tmp_path: Path, number: st
     (tmp_path / "systems" / "s8.json").write_text(f'{{"number_of_nodes": {number}, "accelerators_per_node": 8}}')
     with pytest.raises(ConfigError, match="does not give the nodes and accelerators"):
         read_table(tmp_path)
+
+
+RESTARTED = v06(
+    *HEAD, entry(0, "run_start"), entry(1, "epoch_start", epoch_num=1), entry(400, "run_start"),
+    entry(401, "epoch_start", epoch_num=1), entry(421, "epoch_stop", epoch_num=1),
+)  # fmt: skip
+RESTARTED_V05 = EVALUATED[: EVALUATED.index(":::MLPv0.5.0 gnmt 70.0")].replace(
+    ":::MLPv0.5.0 gnmt 20.0 (train.py:80) train_epoch: 0",
+    ":::MLPv0.5.0 gnmt 13.0 (train.py:80) train_epoch: 0\n:::MLPv0.5.0 gnmt 19.0 (train.py:40) run_start\n"
+    ":::MLPv0.5.0 gnmt 20.0 (train.py:80) train_epoch: 0",
+)
+
+
+@pytest.mark.parametrize("text", [RESTARTED, RESTARTED_V05], ids=["v0.6", "v0.5"])
+def test_an_epoch_that_a_restart_cut_off_does_not_count(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text(text)
+    assert read_log(path) == (100, pytest.approx(2.0))
