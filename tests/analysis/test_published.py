@@ -278,11 +278,11 @@ def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.Capture
         ]  # fmt: skip
 
 
-HEAD = "series,accelerators,nodes,global_batch,step_s\n"
+COLUMNS = "series,accelerators,nodes,global_batch,step_s\n"
 
 
 def own_table(path: Path, rows: str) -> Path:
-    path.write_text(HEAD + rows)
+    path.write_text(COLUMNS + rows)
     return path
 
 
