@@ -161,6 +161,11 @@ def _results(folder: Path, note: Callable[[str], None]) -> Iterator[tuple[str, R
 
 def _result(place: Path) -> list[tuple[str, Row]]:
     """Return the series and the row of a result, the median over its runs; a row for each batch if they differ."""
+    if len(place.parents) < 3 or ".." in place.parts:
+        place = place.resolve()
+    if len(place.parents) < 3:
+        advice = "give the folder that holds results and systems"
+        raise ConfigError("table", place, "is not results/SYSTEM/BENCHMARK", advice)
     steps: dict[int, list[float]] = {}
     for path in sorted(place.glob("result_*.txt")):
         batch, step_s = read_log(path)

@@ -394,3 +394,22 @@ def test_an_epoch_that_a_restart_cut_off_does_not_count(tmp_path: Path, text: st
     path = tmp_path / "result_0.txt"
     path.write_text(text)
     assert read_log(path) == (100, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("inside", "table"), [(".", "results"), ("results", "."), ("results", "s8"), ("results/s8", ".."),
+                          ("results/s8/resnet", ".")],
+)  # fmt: skip
+def test_results_are_read_from_inside_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, table: str
+) -> None:
+    result(tmp_path, v07(20_000))
+    monkeypatch.chdir(tmp_path / inside)
+    ((name, (row,)),) = read_table(Path(table)).items()
+    assert (name, row.nodes) == (f"resnet, {tmp_path.name}, A100", 2)
+
+
+def test_a_result_outside_of_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rglob", lambda *_: [Path("/resnet/result_0.txt")])
+    with pytest.raises(ConfigError, match="table=/resnet: is not results/SYSTEM/BENCHMARK"):
+        read_table(Path("/"))
