@@ -41,7 +41,7 @@ class _File:
     def document(self) -> dict[str, Any]:
         """Read a JSON object, or a CSV as one with its rows under `rows`."""
         try:
-            text = self.path.read_text()
+            text = self.path.read_text("utf-8-sig")  # spreadsheets begin a file with a byte order mark
             if self.path.suffix != ".json":
                 lines = [line for line in text.splitlines() if not line.startswith("#")]
                 return {"rows": list(csv.DictReader(lines, strict=True))}
@@ -144,7 +144,7 @@ def read_epochs(path: Path) -> GivenEpochs:
         return GivenEpochs(fit.law, fit)
     if name is not None:
         raise file.error(f"has no column series to choose {name} from")
-    num_samples = file.whole(document, "samples_per_epoch") if document.get("samples_per_epoch") else None
+    num_samples = file.whole(document, "samples_per_epoch") if "samples_per_epoch" in document else None
     model = document.get("model", NOISE_SCALE if "e_min" in document else TABLE)
     if model not in (TABLE, NOISE_SCALE):
         raise file.error(f"model {model}: {one_of((TABLE, NOISE_SCALE))}")

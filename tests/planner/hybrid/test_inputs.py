@@ -36,6 +36,13 @@ def test_epochs_from_a_csv(tmp_path: Path) -> None:
     assert law.numbers == (Quantity.exact(2.0), Quantity(3.5, 3.0, 4.0), Quantity(5.0, 4.0, 6.0))
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "\ufeffglobal_batch,epochs\n64,2\n")
+    assert read_epochs(path).law.epochs(64) == 2.0
+    path = written(tmp_path, '\ufeff{"e_min": 1, "b_crit": 2}', "a.json")
+    assert read_epochs(path).law.epochs(2) == 2.0
+
+
 def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
     runs = [{"global_batch": batch, "epochs": 2.0 * (1 + batch / 100)} for batch in (50, 100, 200, 400)]
     document = {"runs": runs, "samples_per_epoch": 5000, "beyond": True}
@@ -76,6 +83,7 @@ def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
         ("a.json", '{"model": "noise_scale", "runs": [{"global_batch": 1, "epochs": 1}]}', "two global batches"),
         ("a.json", '{"e_min": 1}', "column b_crit holds nothing"),
         ("a.json", '{"samples_per_epoch": 1.5, "e_min": 1, "b_crit": 2}', "whole number"),
+        ("a.json", '{"samples_per_epoch": 0, "e_min": 1, "b_crit": 2}', "column samples_per_epoch holds 0"),
     ],
 )
 def test_bad_epochs_are_one_line(tmp_path: Path, name: str, text: str, why: str) -> None:
