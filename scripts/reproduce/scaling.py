@@ -9,8 +9,6 @@ prints one object.
 
 from __future__ import annotations
 
-import csv
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from analysis.scaling.projection import COMPUTE, varied
+from analysis.scaling.published import read_table
+from analysis.scaling.step_time import Row
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
 from gems.simulation.build import lowered_schedule
@@ -149,31 +149,6 @@ class Point:
     source: str
 
 
-def measured_rows(path: Path, series: str) -> list[dict[str, str]]:
-    """Return the rows of a series in a table of measured scaling.
-
-    Raises:
-        ConfigError: no such table, or no such series in it.
-    """
-    try:
-        with path.open() as file:
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-        mine = [row for row in rows if row["series"] == series]
-    except (OSError, KeyError, UnicodeDecodeError) as error:
-        fault = f"holds no measured scaling ({error})"
-        raise ConfigError("table", path, fault, f"give a table with the columns of {TABLE.name}") from error
-    if not mine:
-        raise ConfigError("table", path, f"has no series {series}", one_of({row["series"] for row in rows}))
-    return mine
-
-
-def measured_step_s(row: dict[str, str]) -> float:
-    """Return the seconds of a step, from those of an epoch if the row has no others."""
-    if row["step_s"]:
-        return float(row["step_s"])
-    return float(row["epoch_s"]) / math.ceil(int(row["train_samples"]) / int(row["global_batch"]))
-
-
 def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSpec:
     """Return the run of a point with the costs of its layers, scaled so that an image takes as long as by the base.
 
@@ -196,24 +171,26 @@ def _compute_s(spec: RunSpec) -> float:
     return sum(getattr(spec.cost, name) for name in ("forward", "input_grad", "weight_grad"))
 
 
-def simulated(bases: Mapping[str, Base], series: Series, row: dict[str, str]) -> Point:
+def simulated(bases: Mapping[str, Base], series: Series, row: Row) -> Point:
     """Simulate a row of a series.
 
     Raises:
-        ConfigError: a row of a machine that the series does not know.
+        ConfigError: a row of a machine that the series does not know, or whose batch is not whole on each GPU.
     """
-    source, accelerators, batch = row["source"], int(row["accelerators"]), int(row["global_batch"])
-    base = next((base for part, base in bases.items() if part in source), None)
+    base = next((base for part, base in bases.items() if part in row.where), None)
     if base is None:
-        raise ConfigError("table", source, f"names none of the machines {one_of(bases)}")
-    spec = spec_of(series, base, accelerators, batch // accelerators)
+        raise ConfigError("table", row.where, f"names none of the machines {one_of(bases)}")
+    images, remainder = divmod(row.global_batch, row.accelerators)
+    if remainder:
+        raise ConfigError("global_batch", row.global_batch, f"is no multiple of its {row.accelerators} accelerators")
+    spec = spec_of(series, base, row.accelerators, images)
     schedule = lowered_schedule(spec)
     step = predict_schedule(spec, schedule)
     quiet_s = predict_schedule(replace(spec, machine=replace(spec.machine, noise=0.0)), schedule).step_s
-    compute_s, measured_s = _compute_s(spec), measured_step_s(row)
+    compute_s = _compute_s(spec)
     return Point(
-        accelerators, batch, base.machine, measured_s, step.step_s, *step.interval, compute_s, quiet_s - compute_s,
-        step.step_s - quiet_s, step.step_s / measured_s - 1, source,
+        row.accelerators, row.global_batch, base.machine, row.step_s, step.step_s, *step.interval, compute_s,
+        quiet_s - compute_s, step.step_s - quiet_s, step.step_s / row.step_s - 1, row.where,
     )  # fmt: skip
 
 
@@ -250,7 +227,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
         print(f"  {value}\n    {source}")
 
 
-def reproduced(series: Series, rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+def reproduced(series: Series, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the points of a series by its first choice, the median errors of all, and the constants."""
     points = {name: [simulated(bases, series, row) for row in rows] for name, bases in series.choices.items()}
     errors = {name: median(abs(point.error) for point in made) for name, made in points.items()}
@@ -268,9 +245,12 @@ def main(argv: Sequence[str]) -> int:
     given = options(__doc__, argv, json=False, table=TABLE, series={"choices": names})
     answer: dict[str, Any] = {}
     try:
+        measured = read_table(given.table)
         for series in ALL_SERIES:
             if given.series in (None, series.name):
-                answer[series.name] = reproduced(series, measured_rows(given.table, series.name))
+                if series.name not in measured:
+                    raise ConfigError("table", given.table, f"has no series {series.name}", one_of(measured))
+                answer[series.name] = reproduced(series, measured[series.name])
                 if not given.json:
                     show(series.name, answer[series.name])
     except GemsError as error:

@@ -75,11 +75,24 @@ def test_a_base_of_several_gpus_holds_their_sum() -> None:
     assert step.span == pytest.approx(base.step_s, rel=1e-6)
 
 
-def test_a_table_of_another_form_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name,value\na,1\n", "has no column series, accelerators, global_batch"),
+        ("series,accelerators,global_batch,step_s\na,8,64,1\n", "has no series v100_resnet50; allowed: a"),
+        (
+            "series,accelerators,global_batch,step_s,source\nv100_resnet50,8,60,1,dgx1\n",
+            "global_batch=60: is no multiple of its 8 accelerators",
+        ),
+    ],
+    ids=["another form", "no such series", "a batch with a remainder"],
+)
+def test_a_table_of_no_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
     table = tmp_path / "table.csv"
-    table.write_text("name,value\na,1\n")
+    table.write_text(text)
     assert scaling.main(["--table", str(table)]) == 2
-    assert "holds no measured scaling" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def test_an_image_in_a_smaller_batch_takes_longer_as_in_inference() -> None:
