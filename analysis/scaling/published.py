@@ -18,6 +18,7 @@ import json
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +78,14 @@ def read_table(path: Path, note: Callable[[str], None] = lambda _: None) -> dict
 
 
 def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str, list[Row]]:
-    """Return the series of that name, else those whose names contain it, or all; raise ConfigError if there is none."""
+    """Return the series of that name, else those whose names contain it in any case, or all.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name is None or name in series:
         return dict(series) if name is None else {name: series[name]}
-    found = {key: rows for key, rows in series.items() if name in key}
+    found = {key: rows for key, rows in series.items() if name.lower() in key.lower()}
     if not found:
         advice = f"allowed: {'; '.join(series)}; nearest: {nearest(name, series, 1)[0]}"
         raise ConfigError("series", name, "is not in the table", advice)
@@ -91,45 +96,71 @@ def _table(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         lines = path.read_text("utf-8-sig").splitlines()  # spreadsheets begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("table", path, f"cannot be read ({error})") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("table", path, f"cannot be read ({why})") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
-    reader = csv.DictReader(line for _, line in numbered)
-    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    if not numbered:
+        raise ConfigError("table", path, "is empty", f"needed: {', '.join(NEEDED)}, and times")
+    reader = csv.reader((line for _, line in numbered), strict=True)
+    read = 0
+    try:
+        names = [name.strip().lower() for name in next(reader)]
+        _check_columns(path, names)
+        read = reader.line_num
+        for cells in reader:
+            number, read = numbered[read][0], reader.line_num
+            if any(cells[len(names) :]):
+                raise ConfigError("table", path, f"line {number} has more cells than there are columns")
+            row = dict(zip(names, map(str.strip, cells), strict=False))
+            if not row.get("series"):
+                raise ConfigError("table", path, f"line {number} has no series")
+            yield row["series"], _row_of(path, number, row)
+    except csv.Error as error:
+        raise ConfigError("table", path, f"line {numbered[read][0]} is no line of a CSV ({error})") from error
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    missing = [name for name in NEEDED if name not in names]
     if missing:
-        raise ConfigError(
-            "table", path, f"has no column {', '.join(missing)}", f"needed: {', '.join(NEEDED)}, and times"
-        )
-    for (number, _), cells in zip(numbered[1:], reader, strict=False):
-        yield str(cells["series"]), _row_of(path, number, cells)
+        held = ", ".join(names)
+        advice = f"it has {textwrap.shorten(held, 200, placeholder=' ...')}; separate columns by commas"
+        raise ConfigError("table", path, f"has no column {', '.join(missing)}", advice)
 
 
-def _row_of(path: Path, number: int, cells: Mapping[str, Any]) -> Row:
-    def positive(name: str, is_needed: bool = True) -> float | None:
-        text = (cells.get(name) or "").strip()
-        if not text and not is_needed:
-            return None
+def _row_of(path: Path, number: int, cells: Mapping[str, str]) -> Row:
+    def refused(name: str, allowed: str) -> ConfigError:
+        shown = textwrap.shorten(cells.get(name, ""), 40, placeholder="...") or "empty"
+        return ConfigError("table", path, f"line {number}: {name} is {shown!r}, and must be {allowed}")
+
+    def positive(name: str) -> float:
         try:
-            value = float(text)
+            value = float(cells.get(name, ""))
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError("table", path, f"line {number}: {name} is {text or 'empty'!r}, and must be above 0")
+        if not 0 < value < math.inf:
+            raise refused(name, "a number above 0, written as 1024 or 0.25")
         return value
 
-    def whole(name: str, is_needed: bool = True) -> int | None:
-        value = positive(name, is_needed)
-        if value is not None and not value.is_integer():
-            raise ConfigError("table", path, f"line {number}: {name} is {cells[name]!r}, and must be a whole number")
-        return None if value is None else int(value)
+    def whole(name: str) -> int:
+        value = positive(name)
+        if not value.is_integer() or value > MOST_WHOLE:
+            raise refused(name, f"a whole number of at most {MOST_WHOLE}")
+        return int(value)
 
-    step_s = positive("step_s", False)
-    if step_s is None and (not cells.get("epoch_s") or not cells.get("train_samples")):
+    ranks, batch = (whole(name) for name in NEEDED[1:])
+    if cells.get("step_s"):
+        step_s = positive("step_s")
+        if not LEAST_STEP_S <= step_s <= MOST_STEP_S:
+            raise refused("step_s", f"from {LEAST_STEP_S:g} to {MOST_STEP_S:g}")
+    elif cells.get("epoch_s") and cells.get("train_samples"):
+        samples = positive("train_samples")
+        if not 1 <= samples <= MOST_SAMPLES:
+            raise refused("train_samples", f"from 1 to {MOST_SAMPLES}")
+        step_s = _step_s(path, positive("epoch_s"), samples, batch, f"line {number}: ")
+    else:
         raise ConfigError("table", path, f"line {number} has neither step_s nor epoch_s with train_samples")
-    ranks, batch = (whole(name) or 0 for name in NEEDED[1:])
-    if step_s is None:
-        epoch_s, samples = positive("epoch_s") or 0.0, positive("train_samples") or 0.0
-        step_s = _step_s(path, epoch_s, samples, batch, f"line {number}: ")
-    return Row(ranks, batch, step_s, whole("nodes", False), str(cells.get("source") or ""))
+    nodes = whole("nodes") if cells.get("nodes") else None
+    return Row(ranks, batch, step_s, nodes, cells.get("source", ""))
 
 
 def _step_s(path: Path, epoch_s: float, train_samples: float, global_batch: int, line: str = "") -> float:

@@ -15,7 +15,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.scaling.forecasts import forecast_series
-from analysis.scaling.published import read_log, read_table
+from analysis.scaling.published import choose_series, read_log, read_table
 from analysis.scaling.step_time import Row, fit_steps, next_row
 from gems.errors import ConfigError
 from scripts.bench.outside import TABLE, forecast_rows, summary
@@ -183,7 +183,10 @@ def test_what_a_benchmark_is_counts_where_logs_do_not_say_it(tmp_path: Path) -> 
         ("series,accelerators\na,8\n", "has no column global_batch"),
         ("series,accelerators,global_batch,step_s\na,8,64,\n", "line 2 has neither step_s nor epoch_s"),
         ("# a note\nseries,accelerators,global_batch,step_s\na,8,64,1\na,x,64,1\n", "line 4: accelerators is 'x'"),
-        ("series,accelerators,global_batch,step_s\na,8,64,-1\n", "line 2: step_s is '-1', and must be above 0"),
+        (
+            "series,accelerators,global_batch,step_s\na,8,64,-1\n",
+            "line 2: step_s is '-1', and must be a number above 0",
+        ),
         ("series,accelerators,global_batch,step_s\na,8.5,64,1\n", "line 2: accelerators is '8.5', and must be a whole"),
         ("series,accelerators,global_batch,step_s\n", "has no row"),
     ],
@@ -278,11 +281,11 @@ def test_the_answer_holds_the_rows_beyond_those_fitted_to(capsys: pytest.Capture
         ]  # fmt: skip
 
 
-COLUMNS = "series,accelerators,nodes,global_batch,step_s\n"
+WITH_NODES = "series,accelerators,nodes,global_batch,step_s\n"
 
 
 def own_table(path: Path, rows: str) -> Path:
-    path.write_text(COLUMNS + rows)
+    path.write_text(WITH_NODES + rows)
     return path
 
 
@@ -413,3 +416,50 @@ def test_a_result_outside_of_results_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "rglob", lambda *_: [Path("/resnet/result_0.txt")])
     with pytest.raises(ConfigError, match="table=/resnet: is not results/SYSTEM/BENCHMARK"):
         read_table(Path("/"))
+
+
+COLUMNS = "series,accelerators,global_batch,step_s\n"
+REFUSED = {
+    "shorter than a step": (f"{COLUMNS}a,8,64,1e-200\n", "line 2: step_s is '1e-200', and must be from 1e-09 to 1e+09"),
+    "longer than a step": (f"{COLUMNS}a,8,64,1e200\n", "line 2: step_s is '1e200', and must be from 1e-09 to 1e+09"),
+    "a long epoch": (
+        "series,accelerators,global_batch,epoch_s,train_samples\na,8,64,1e300,64\n", "line 2: an epoch of 1e+300 s"
+    ),
+    "a sample of nothing": (
+        "series,accelerators,global_batch,epoch_s,train_samples\na,8,64,1,5e-324\n", "train_samples is '5e-324', and"
+    ),
+    "too many": (f"{COLUMNS}a,1e300,64,1\n", "line 2: accelerators is '1e300', and must be a whole number of at most"),
+    "a long cell": (f"{COLUMNS}a,8,64,{'1' * 140_000}\n", "line 2 is no line of a CSV (field larger than"),
+    "an open quote": (f'# note\n{COLUMNS}a,8,64,1\n"a,8,64,1\n', "line 4 is no line of a CSV (unexpected end"),
+    "after a cell of two lines": (f'{COLUMNS}# note\n"a\nb",8,64,1\nc,8,64,x\n', "line 5: step_s is 'x'"),
+    "infinite": (f"{COLUMNS}a,8,64,inf\n", "step_s is 'inf', and must be a number above 0, written as 1024 or 0.25"),
+    "thousands": (f'{COLUMNS}a,8,"1,024",1\n', "global_batch is '1,024', and must be a number above 0, written as"),
+    "thousands without quotes": (f"{COLUMNS}a,8,1,024,1\n", "line 2 has more cells than there are columns"),
+    "semicolons": (
+        "series;accelerators\n", "accelerators, global_batch; it has series;accelerators; separate columns by commas"
+    ),
+    "empty": ("", "is empty"),
+    "a short row": ("accelerators,global_batch,step_s,series\n8,64,1\n", "line 2 has no series"),
+    "no name": (f"{COLUMNS} ,8,64,1\n", "line 2 has no series"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_table_of_impossible_rows_says_how_it_is_written(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        read_table(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_table_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_table(tmp_path / "none.csv")
+    assert str(refused.value) == f"table={tmp_path}/none.csv: cannot be read (No such file or directory)"
+
+
+def test_names_of_columns_and_series_are_read_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("Series, accelerators ,GLOBAL_BATCH, step_s\na100_resnet50, 8, 64, 1\nv100_resnet50,8,64,2,\n")
+    assert choose_series(read_table(path), "V100") == {"v100_resnet50": [Row(8, 64, 2.0)]}
