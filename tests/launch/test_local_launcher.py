@@ -223,8 +223,10 @@ class TestRunRanks:
             "import os, pathlib, sys, time\n"
             "pathlib.Path(sys.argv[1], os.environ['PMI_RANK']).write_text(str(os.getpid()))\ntime.sleep(600)"
         )
-        caller = (
-            "import os, sys\nfrom gems.launch import local_launcher\n"
+        caller = (  # the tests themselves may run under nohup, or in the background
+            "import os, signal, sys\nfrom gems.launch import local_launcher\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "argv = local_launcher.mpiexec_argv(2, [sys.executable, '-c', *sys.argv[1:]])\n"
             "print(local_launcher.run_ranks(argv, os.environ).stopped_by)\n"
         )
