@@ -39,9 +39,7 @@ def _answer(name: str, rows: Sequence[Row], fit_to: int | None) -> dict[str, Any
     if not fitted:
         return None
     model, last = fit_steps(fitted), fitted[-1]
-    is_strong = len(fitted) > 1 and len({row.global_batch for row in fitted}) == 1
-    others = [row for row in rows if row not in fitted]
-    others = others or [_larger(last, factor, 1 if is_strong else factor) for factor in BEYOND]
+    others = [row for row in rows if row not in fitted] or _larger_rows(fitted)
     following = next_row(model, fitted)
     is_published = any(row.where for row in fitted)
     return {
@@ -55,9 +53,15 @@ def _answer(name: str, rows: Sequence[Row], fit_to: int | None) -> dict[str, Any
     }  # fmt: skip
 
 
-def _larger(row: Row, factor: int, batch_factor: int) -> Row:
-    nodes = None if row.nodes is None else row.nodes * factor
-    return Row(row.accelerators * factor, row.global_batch * batch_factor, 0.0, nodes)
+def _larger_rows(fitted: Sequence[Row]) -> list[Row]:
+    last, has_one_batch = fitted[-1], len(fitted) > 1 and len({row.global_batch for row in fitted}) == 1
+    return [
+        Row(
+            last.accelerators * factor, last.global_batch * (1 if has_one_batch else factor), 0.0,
+            None if last.nodes is None else last.nodes * factor,
+        )
+        for factor in BEYOND
+    ]  # fmt: skip
 
 
 def _point(model: StepModel, row: Row) -> dict[str, Any]:

@@ -220,9 +220,10 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     text = str(cause).strip() or type(cause).__name__
     first = text.splitlines()[0]
     named = re.search(r"full_key: (\S+)", text) or re.search(r"'\+{0,2}([\w./]+)=", first)
-    # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
-    circles = [word for word in words if "${" in word] if "interpolation" in first else []
-    key = named[1] if named else circles[-1].partition("=")[0].lstrip("+") if circles else "configuration"
+    key = named[1] if named else "configuration"
+    if not named and "interpolation" in first:
+        # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
+        key = next((word.partition("=")[0].lstrip("+") for word in reversed(words) if "${" in word), key)
     given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
     wrong = re.search(r"Value '(.*?)' of type", first)
     value = wrong[1] if wrong else given[-1] if given else IN_CONF

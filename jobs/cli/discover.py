@@ -51,9 +51,8 @@ def discover(words: Sequence[str], options: Options) -> int:
         raise ConfigError("sinfo", "none", "lists no partition that you may use", "ask the site")
     config = slurm_site.parse_config(_query("scontrol", "show", "config"))
     partitions = tuple(slurm_site.parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
-    mpi_types = slurm_site.parse_mpi_types(
-        _query("srun", "--mpi=list", with_stderr=True)
-    )  # where older releases print it
+    # older releases print the list on stderr
+    mpi_types = slurm_site.parse_mpi_types(_query("srun", "--mpi=list", with_stderr=True))
     site = Site(host_names(), config, kinds, partitions, mpi_types, mpi_family())
     if options.json:
         print_json(draft_preset(site))

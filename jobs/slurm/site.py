@@ -17,7 +17,7 @@ from jobs.batch.command import (
     SchedulerRefusedError,
     SchedulerUnavailableError,
     run_command,
-)  # fmt: skip
+)
 
 MINUTES_PER_DAY = 1440
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
