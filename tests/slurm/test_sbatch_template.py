@@ -73,11 +73,13 @@ def stale_files(mini_slurm: MiniSlurm) -> Iterator[tuple[Path, Path]]:
     try:
         for path in (stale, mapped):
             path.write_bytes(bytes(mmap.PAGESIZE))
-            os.utime(path, (time.time() - 600,) * 2)
+            os.utime(path, (time.time() + 600,) * 2)  # runs of other tests remove an old file that nobody maps yet
         # A process outside of the cluster would not do: its maps cannot be read from a user namespace.
         with subprocess.Popen(srun, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
             assert job.stdout is not None
             assert job.stdout.readline() == "mapped\n"
+            for path in (stale, mapped):
+                os.utime(path, (time.time() - 600,) * 2)
             yield stale, mapped
     finally:
         for path in (stale, mapped):
