@@ -26,7 +26,7 @@ from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.root_cause import Failure
 from jobs.launch.launchers import deputy_by_srun
 from jobs.launch.nodes import END_LIMIT_S, NodeCheck, note_bad_node, own_nodes
-from jobs.launch.own_job import LAUNCHER, add_requeue, next_in_chain, requeue_refusal, requeue_run
+from jobs.launch.own_job import counted_requeue, next_in_chain, requeue_refusal, requeue_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.layouts import smaller_plan
 
@@ -163,15 +163,16 @@ class Recovery:
             report("jobs", f"{lost}; job {following}, the next of its chain, continues the run")
             return
         sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
-        facts: dict[str, Any] = {}
-        if not sizes:
-            if (refusal := requeue_refusal(self._folder, own.cluster, FailureCause.NODE)) is not None:
-                raise GemsError(refusal)
-            facts = {"requeue_count": add_requeue(self._folder, FailureCause.NODE, LAUNCHER, None)}
-        self._submit(own, sizes[0] if sizes else None, facts, lost, after=own_job_id())
+        if sizes:
+            self._submit(own, sizes[0], {}, lost, after=own_job_id())
+            return
+        if (refusal := requeue_refusal(self._folder, own.cluster, FailureCause.NODE)) is not None:
+            raise GemsError(refusal)
+        with counted_requeue(self._folder, FailureCause.NODE, None) as count:
+            self._submit(own, None, count, lost, after=own_job_id())
 
     def _submit(
-        self, own: RunSpec, size: int | None, facts: dict[str, Any], lost: str, after: str | None = None
+        self, own: RunSpec, size: int | None, facts: Mapping[str, Any], lost: str, after: str | None = None
     ) -> None:  # fmt: skip
         """Submit the run as a new job without the nodes that were lost, on fewer nodes unless `size` is None."""
         folder = self._folder
@@ -184,7 +185,7 @@ class Recovery:
         job = replace(job_spec(spec), after=after)
         with Ownership(verify_gone) as ownership:
             ownership.take(folder)
-            (new_id,) = submit_owned(spec, job, ownership, [self._work], "requeued", facts | {"cause": lost})
+            (new_id,) = submit_owned(spec, job, ownership, [self._work], "requeued", {**facts, "cause": lost})
         report("jobs", f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
         self.has_moved = True
 

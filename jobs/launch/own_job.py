@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError
+from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, GemsError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
@@ -177,6 +177,17 @@ def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
     return len(rows)
 
 
+@contextlib.contextmanager
+def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[dict[str, int]]:
+    """Count one more start of the run by its launcher, unless it is refused, and yield the count for status.json."""
+    facts = {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
+    try:
+        yield facts
+    except (GemsError, OSError):
+        write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
+        raise
+
+
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
     """Return why a saved run is not to start again by itself, or None.
 
@@ -207,22 +218,22 @@ def requeue_run(
     at once, and ends the command that asked before that has its answer. A new job owns the folder from then on, and
     waits until status.json has its number, so the two never run at once.
     """
-    job_id = str(own_job_id())
-    facts = facts | {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
-    folder.write_status("requeued", **facts | {"job_id": job_id})
-    scheduler = own_scheduler()
-    error = "it is in no job" if scheduler is None else scheduler.requeue(job_id)
-    if error is None or kill_reason() == slurm_jobs.REQUEUED:
-        return None
+    job_id, error = str(own_job_id()), None
     try:
-        if work is None:
-            raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
-        with Ownership(verify_gone) as ownership:
-            ownership.take(folder)
-            (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
+        with counted_requeue(folder, why, step) as count:
+            facts = facts | count
+            folder.write_status("requeued", **facts | {"job_id": job_id})
+            scheduler = own_scheduler()
+            error = "it is in no job" if scheduler is None else scheduler.requeue(job_id)
+            if error is None or kill_reason() == slurm_jobs.REQUEUED:
+                return None
+            if work is None:
+                raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
+            with Ownership(verify_gone) as ownership:
+                ownership.take(folder)
+                (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
     except (ConfigError, OSError) as refusal:
-        write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
-        return f"no requeue, {error}; {refusal}"
+        return "no requeue, " + "; ".join(filter(None, (error, str(refusal))))
     report("jobs", f"no requeue, {error}; the run continues as job {new_id}")
     return None
 

@@ -227,8 +227,15 @@ def test_the_next_job_of_a_chain_replaces_one_whose_batch_script_is_lost(
     assert read_json(folder.path.parent / "bad_nodes.json")["nodes"]
 
 
-def test_without_a_smaller_layout_a_lost_batch_script_is_replaced_as_often_as_allowed(make: Make) -> None:
+def test_without_a_smaller_layout_a_lost_batch_script_is_replaced_as_often_as_allowed(
+    make: Make, slurm: FakeSlurm
+) -> None:
     folder, _, recovery = make("cluster.spare_nodes=1", "cluster.max_requeues=1")
+    slurm.says("sbatch", error="the partition is closed\n", code=1)
+    with pytest.raises(GemsError, match="the partition is closed"):
+        recovery.replace_job("n1")
+    assert read_json(folder.path / "requeues.json")["requeues"] == []
+    slurm.does("sbatch", "echo Submitted batch job 42")
     recovery.replace_job("n1")
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 1)
     with pytest.raises(GemsError, match=r"has started again 1 times, which is cluster\.max_requeues"):
