@@ -255,9 +255,9 @@ SlurmdPidFile=$DIR/run/%n.pid
 SlurmdLogFile=$DIR/log/%n.log
 # PMIx refuses two nodes with one temporary folder.
 TmpFS=$DIR/tmp/%n
-# MPICH leaves shared-memory files named by job id behind: ids that never come twice do not meet them. A hundred
-# a second, for a cluster that was up a few seconds ago has used those of its first seconds.
-FirstJobId=$(($(date +%s%N) / 10000000 % 60000000 + 1))
+# MPICH names shared-memory files by job id, and leaves them behind: ids must not come twice. Clusters beside each
+# other differ by their port, and those of one port by when they started, a hundred ids a second.
+FirstJobId=$((PORT % 600 * 100000 + $(date +%s%N) / 10000000 % 100000 + 1))
 MpiDefault=none
 ProctrackType=proctrack/pgid
 JobAcctGatherType=jobacct_gather/linux
