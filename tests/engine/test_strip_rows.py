@@ -127,6 +127,7 @@ def test_evaluation_holds_no_more_of_an_image_if_it_has_more_rows(monkeypatch: p
     for strips in (3, 9):
         pipeline, loading, num_validation = built(height=strips * 12, strips=strips, data__prefetch_steps=0)
         gc.collect()
+        gc.freeze()  # what other tests left is not looked through each time
         held.clear()
         gc.disable()
         before, memory = live_bytes(), pipeline.recorder.memory

@@ -105,9 +105,11 @@ def test_killed_rank_ends_the_run_and_is_named(
     ],
 )
 def test_ranks_that_die_without_a_word(
-    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], mode: str, text: str
-) -> None:
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    mode: str, text: str,
+) -> None:  # fmt: skip
     folder, spec = tiny(TINY=mode)
+    monkeypatch.setattr(rank_watch, "ABORT_LIMIT_S", 0.5)
     assert launch(folder, spec) == 4
     (line,) = lines_of_jobs(capfd.readouterr().err)
     assert line.startswith(f"jobs: rank 1 on node {os.uname().nodename} {text}")
