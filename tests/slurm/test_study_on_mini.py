@@ -90,6 +90,8 @@ def test_equal_points_are_one_array_whose_killed_tasks_go_again(mini_slurm: Mini
     cancelled = jobs("cancel", str(folders[0].path), "--yes")
     assert f"{folders[0].path.name}: cancelled, job {array_id}_0" in cancelled.stdout, cancelled.stderr
     assert mini_slurm.run("scancel", f"{array_id}_7").returncode == 0
+    living = ("squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING", f"--jobs={array_id}_0,{array_id}_7")
+    wait_until(lambda: not mini_slurm.run(*living).stdout, 60, "the two tasks do not end")
     again = call("--wait")
     assert [point["state"] for point in again] == ["finished"] * 8
     second_id = again[0]["job_id"].partition("_")[0]
