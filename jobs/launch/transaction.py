@@ -42,10 +42,16 @@ class SignalsWait:
     def __exit__(self, *error: object) -> None:
         if self._before:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        try:
+            self._restore()
+        finally:  # a signal that another thread took may come as late as here, and raise once its handler is back
+            self._restore()
         if self.came:
             signal.raise_signal(self.came[0])
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         self.came.append(number)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from gems.runs.prepare import prepare
 from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
-from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
+from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owned
 from jobs.slurm import executor
 from jobs.status.ownership import gone_verifier
 from jobs.status.run_status import run_statuses
@@ -206,11 +207,28 @@ def test_an_array_whose_submission_was_killed_is_completed_by_the_next_look(
 
 def test_signals_wait_and_then_come() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), SignalsWait() as signals:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signal.SIGINT in signal.sigpending() or signals.came
+    with pytest.raises(KeyboardInterrupt), SignalsWait():
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # another thread would take one of os.kill
+        assert signal.SIGINT in signal.sigpending()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()).isdisjoint({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def test_a_signal_that_comes_at_the_end_leaves_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that another thread took: it raises as soon as its own handler is back."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    real, came = signal.signal, iter([signal.SIGINT])
+
+    def late(number: int, handler: Any) -> Any:
+        found = real(number, handler)
+        if number == signal.SIGINT and handler == before[0] and (number := next(came, 0)):
+            signal.raise_signal(number)
+        return found
+
+    monkeypatch.setattr(signal, "signal", late)
+    with pytest.raises(KeyboardInterrupt), SignalsWait():
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:
