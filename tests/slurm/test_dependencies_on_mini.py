@@ -39,7 +39,7 @@ def state(folder: RunFolder) -> str:
 
 
 def test_a_chain_goes_on_until_the_steps_are_done(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
-    answer, folder = submit(tmp_path, "train.steps=200", "name=links", "--chain", "4")
+    answer, folder = submit(tmp_path, "train.steps=120", "name=links", "--chain", "4")
     first, second, third, fourth = answer["chain"]
     assert answer["job_id"] == first
     wait_until(lambda: read_json(folder.progress_json).get("step", 0) > 2, 90, "the first job does not begin")
@@ -55,7 +55,7 @@ def test_a_chain_goes_on_until_the_steps_are_done(mini_slurm: MiniSlurm, tmp_pat
     wait_until(lambda: not left(), 60, "the fourth job does not end", left)
     assert (state(folder), folder.read_status()["job_id"]) == ("finished", third)
     assert "this job of its chain has nothing to do" in (folder.logs / f"{fourth}_0_log.out").read_text()
-    assert read_json(folder.result_json)["num_steps"] == 200
+    assert read_json(folder.result_json)["num_steps"] == 120
     assert [row["by"] for row in read_json(folder.path / "requeues.json")["requeues"]][:1] == ["chain"]
 
 
