@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,13 +140,27 @@ def test_a_peer_that_sends_nothing_is_named_after_the_hang_timeout(comm):
         links.wait(request)
 
 
-def test_a_peer_that_is_gone_ends_the_wait(comm):
-    forward, backward = open_groups("gloo", comm, torch.device("cpu"), linear(comm.size), 1, LIMIT_S).links
+def test_a_peer_that_is_gone_ends_messages_and_sums(comm):
+    """A message that was posted before fails as it is waited for, those after as they are posted."""
+    groups = open_groups("gloo", comm, torch.device("cpu"), linear(2), 2, LIMIT_S)
+    forward, backward = groups.links
+    failure = partial(pytest.raises, RankFailedError, match=r"^a message of a process group failed: .*by peer")
     if comm.rank == 1:
-        with pytest.raises(RankFailedError, match=r"a message over gloo failed: .*by peer"):
-            forward.wait(forward.receive(torch.empty(3), 0, 0), Action(Kind.RECV_F, 1, 0))
-    for links in (forward, backward):
-        links.close()
+        posted = forward.receive(torch.empty(3), 0, 0)
+    comm.Barrier()
+    if comm.rank == 1:
+        with failure():
+            forward.wait(posted, Action(Kind.RECV_F, 1, 0))
+        with failure():
+            forward.receive(torch.empty(3), 0, 0)
+        with failure():
+            backward.send(torch.empty(3), 0, 0)
+            backward.drain()
+    if comm.rank == 2:
+        with failure():
+            groups.gradients.sum_in_place(torch.ones(3))
+    for each in (forward, backward, groups.gradients):
+        each.close()
 
 
 def test_nccl_needs_gpus_of_its_own(comm):

@@ -64,6 +64,11 @@ class _Rendezvous:
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
+def _failed(error: RuntimeError) -> RankFailedError:
+    """Return the failure of the run for what torch reports of a message, most often that the peer is gone."""
+    return RankFailedError(f"a message of a process group failed: {error}")
+
+
 class _Message:
     """A message of NCCL or a sum, which goes on by itself."""
 
@@ -71,9 +76,12 @@ class _Message:
         self._work = work
 
     def Test(self) -> bool:  # noqa: N802, as mpi4py
-        if not self._work.is_completed():
-            return False
-        self._work.wait()  # of which the group lets go of the tensor; raises what went wrong
+        try:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # of which the group lets go of the tensor; raises what went wrong
+        except RuntimeError as error:
+            raise _failed(error) from error
         return True
 
 
@@ -82,11 +90,11 @@ class _GlooMessage:
 
     def __init__(self, work: Any) -> None:
         self.work, self.is_over = work, False
-        self.error: BaseException | None = None
+        self.error: RuntimeError | None = None
 
     def Test(self) -> bool:  # noqa: N802, as mpi4py
         if self.error is not None:
-            raise RankFailedError(f"a message over gloo failed: {self.error}")
+            raise _failed(self.error) from self.error
         return self.is_over
 
 
@@ -100,16 +108,20 @@ class _Edge:
             threading.Thread(target=self._wait_in_turn, name="gloo", daemon=True).start()
 
     def send(self, tensor: Tensor) -> _Message | _GlooMessage:
-        return self._under_way(self._group.send([tensor], _DESTINATION, 0))
+        return self._under_way(lambda: self._group.send([tensor], _DESTINATION, 0))
 
     def receive(self, tensor: Tensor) -> _Message | _GlooMessage:
-        return self._under_way(self._group.recv([tensor], _SOURCE, 0))
+        return self._under_way(lambda: self._group.recv([tensor], _SOURCE, 0))
 
     def close(self) -> None:
         self._posted.put(None)
         self._group.shutdown()
 
-    def _under_way(self, work: Any) -> _Message | _GlooMessage:
+    def _under_way(self, post: Callable[[], Any]) -> _Message | _GlooMessage:
+        try:
+            work = post()
+        except RuntimeError as error:  # the peer was gone before, or the message failed while it was posted
+            raise _failed(error) from error
         if not self._is_gloo:
             return _Message(work)
         message = _GlooMessage(work)
@@ -175,12 +187,16 @@ class GroupSum:
 
     def post_sum(self, tensor: Tensor) -> Request:
         """Post the sum of a contiguous tensor, in place; NCCL's follows the work on the current stream."""
-        return _Message(self._group.allreduce([tensor]))
+        try:
+            return _Message(self._group.allreduce([tensor]))
+        except RuntimeError as error:
+            raise _failed(error) from error
 
     def wait_sum(self, request: Request) -> None:
         """Wait for a posted sum.
 
         Raises:
+            RankFailedError: another rank is gone.
             StalledError: it was not over within the hang timeout.
         """
         what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
@@ -190,6 +206,7 @@ class GroupSum:
         """Sum a contiguous tensor over all ranks.
 
         Raises:
+            RankFailedError: another rank is gone.
             StalledError: it was not over within the hang timeout.
         """
         self.wait_sum(self.post_sum(tensor))
