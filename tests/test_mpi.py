@@ -11,7 +11,7 @@ from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 
 FOLDER = Path(__file__).parent / "mpi"
 NUM_RANKS = 4
-LIMIT_S = 870
+LIMIT_S = 1500
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

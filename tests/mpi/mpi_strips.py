@@ -20,6 +20,7 @@ from gems.engine.train import evaluate, open_loader
 from gems.engine.transport.mpi import broadcast
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
+from gems.profile import store
 from gems.runs.run_plan import plan_run
 from gems.utils.targets import import_module
 from tests.device import DEVICE
@@ -83,6 +84,19 @@ RUNS = [
     ("frozen", "zb_h1", 2, 1, 3, 37, {"optimizer__frozen": ["stem.*", "*.bias", "block2.*"]}),
     ("resnet", "gems_master", 4, 1, 3, 20, {"optimizer__frozen": ["stem*", "stage1*"]}),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_times_of_strips(monkeypatch):
+    """Take no profiles of shorter images for the times of strips, on which what is computed does not depend."""
+    monkeypatch.setattr(store, "_with_times_of_strips", lambda _, profile: profile)
+
+
+def built(comm, spec, trains=True):
+    """Return the pipeline of a run that rank 0 plans for all, as of one that is submitted; collective."""
+    made = broadcast(comm, plan_run(spec, trains) if comm.rank == 0 else None)
+    parts = {"schedule": made.schedule, "boundaries": made.boundaries, "plan": made.memory_plan}
+    return build_pipeline(spec, comm, DEVICE, **parts, trains=trains)
 
 
 def strip_spec(name: str, schedule: str, partitions: int, replicas: int, strips: int, height: int, **more) -> RunSpec:
@@ -175,24 +189,24 @@ def test_trains_torchvision_from_its_weights_with_frozen_statistics(comm, tmp_pa
     part = sub_world(comm, 2)
     if part is None:
         return
-    options = {"width_per_group": 8, "num_classes": 3}
+    options = {"num_classes": 3}
     torch.manual_seed(0)
-    network = import_module("torchvision").models.resnet50(**options).double()
+    network = import_module("torchvision").models.resnet18(**options).double()
     norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.running_mean.normal_(std=0.1)
         norm.running_var.uniform_(0.5, 2)
-    path = broadcast(part, tmp_path_factory.mktemp("weights") / "resnet50.pt" if part.rank == 0 else None)
+    path = broadcast(part, tmp_path_factory.mktemp("weights") / "resnet18.pt" if part.rank == 0 else None)
     if part.rank == 0:
         torch.save(network.state_dict(), path)
     part.Barrier()
-    model = ModelConfig(target="torchvision.models.resnet50", kwargs=options, norm="frozen_batch")
+    model = ModelConfig(target="torchvision.models.resnet18", kwargs=options, norm="frozen_batch")
     spec = make_spec(
         "1f1b", 2, model=model, data=DataConfig(**CLASSES, height_px=67), parallel__strips=3,
         parallel__micro_batch_size=1, parallel__micro_batches=2, train__precision="float64", train__steps=1,
         optimizer__frozen=["conv1.*", "bn1.*", "layer1.*"],
     )  # fmt: skip
-    pipeline = build_pipeline(spec, part, DEVICE)
+    pipeline = built(part, spec)
     match = restore(pipeline, path)
     assert len(match.names) == len(network.state_dict()) and not match.drawn_anew
     pipeline.set_training(True)
@@ -242,9 +256,9 @@ class LargestMap(TorchDispatchMode):
         return made
 
 
-def evaluated(comm, spec):
+def evaluated(comm, spec, trains=True):
     """Return the metrics, the strips of the schedule, and the bytes of the largest map of a rank."""
-    pipeline = build_pipeline(spec, comm, DEVICE)
+    pipeline = built(comm, spec, trains)
     loader, num_validation, _ = open_loader(pipeline)
     with LargestMap() as largest:
         metrics = evaluate(pipeline, loader, num_validation)
@@ -269,7 +283,7 @@ def test_evaluates_strips_as_whole_images(comm, name, schedule, partitions, repl
     part = sub_world(comm, specs[0].world_size)
     if part is None:
         return
-    (whole, _, whole_bytes), (found, strips, strip_bytes) = (evaluated(part, spec) for spec in specs)
+    (whole, _, whole_bytes), (found, strips, strip_bytes) = (evaluated(part, spec, trains=False) for spec in specs)
     assert strips == 4 and found["num_validation"] == 5
     assert found.keys() == whole.keys()
     assert all(found[key] == pytest.approx(value, rel=1e-12) for key, value in whole.items())
@@ -315,7 +329,7 @@ def test_what_cannot_run_in_strips_is_refused_on_all_ranks_alike(comm, model, wh
 
 def test_the_layer_that_is_not_finite_is_named(comm):
     spec = strip_spec("resnet", "1f1b", 4, 1, 3, 20)
-    pipeline = build_pipeline(spec, comm, DEVICE)
+    pipeline = built(comm, spec)
     pipeline.set_training(True)
     layer = pipeline.layers[0]
     if comm.rank == 2:

@@ -8,6 +8,7 @@ import pytest
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig, RunSpec
 from gems.models import layers_of
+from gems.models.families import convnext
 from gems.profile.profilers import operators, strips
 from gems.profile.profilers.fake import fake_profile
 from tests.engine.toys import make_spec
@@ -16,6 +17,12 @@ MODELS = {
     "convnext": ModelConfig("convnext", depth=18, width=8, norm="layer"),
     "resnet": ModelConfig("resnet", depth=8, width=4, norm="frozen_batch"),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one block a stage, each as the 18 of the smallest ConvNeXt: nothing here is kept in the cache."""
+    monkeypatch.setitem(convnext._BLOCKS, 18, (1, 1, 1, 1))
 
 
 def spec_of(name: str, device: str, precision: str, num_strips: int = 1) -> RunSpec:
