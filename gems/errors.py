@@ -86,6 +86,10 @@ class RankFailedError(GemsError):
     exit_code = 4
 
 
+class LostPeerError(RankFailedError):
+    """A message failed, most often since the rank at its other end is gone."""
+
+
 class NodeFailedError(RankFailedError):
     """A job has too few nodes that can run its ranks; `faults` has the bad ones, `good` the others."""
 

@@ -68,7 +68,7 @@ MAY_FOLLOW = tuple(pattern for _, pattern in (COMPILED[0], *COMPILED[-2:]))
 CONSEQUENCE = re.compile(
     r"mpi4py\.MPI\.Exception|\bException: .*MPI|MPI_ERR|\bOFI\b|NCCL error|ncclRemoteError|DistBackendError"
     r"|DistNetworkError|Connection (?:reset|closed|refused)(?: by peer)?|Connection(?:Reset|Refused|Aborted)Error"
-    r"|BrokenPipeError|KeyboardInterrupt"
+    r"|BrokenPipeError|KeyboardInterrupt|message of a process group failed"
 )
 
 

@@ -24,7 +24,7 @@ from gems.engine.supervision.failure import (
     stage_number,
 )  # fmt: skip
 from gems.engine.transport.environment import launched_rank
-from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
+from gems.errors import ConfigError, DoesNotFitError, LostPeerError, RankFailedError, ScheduleError, StalledError
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -195,7 +195,8 @@ def test_a_record_is_whole_or_not_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "waited_s"), [(MPI.Exception(MPI.ERR_OTHER), LOST_PEER_S), (ValueError("bad"), FLUSH_S)]
+    ("error", "waited_s"),
+    [(MPI.Exception(MPI.ERR_OTHER), LOST_PEER_S), (LostPeerError("gone"), LOST_PEER_S), (ValueError("bad"), FLUSH_S)],
 )
 def test_a_rank_that_lost_a_peer_lets_the_launcher_report_that_one_first(monkeypatch, error, waited_s):
     done = []

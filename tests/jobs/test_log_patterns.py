@@ -100,6 +100,7 @@ def test_a_line_gives_its_rank_node_and_time() -> None:
 def test_what_may_follow_from_a_rank_that_is_gone_is_marked() -> None:
     for line in (
         "mpi4py.MPI.Exception: Other MPI error",
+        "gems.errors.LostPeerError: a message of a process group failed: NCCL communicator was aborted.",
         "ConnectionResetError: [Errno 104]",
         "MPICH ERROR [Rank 1]",
         "OFI call tsend failed (nic=hsn0: Input/output error)",

@@ -17,7 +17,7 @@ from gems.engine.transport.mpi import Transport, allgather, broadcast
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import HostStaging, Staging
-from gems.errors import ConfigError, RankFailedError, StalledError
+from gems.errors import ConfigError, LostPeerError, StalledError
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional, linear
@@ -144,7 +144,7 @@ def test_a_peer_that_is_gone_ends_messages_and_sums(comm):
     """A message that was posted before fails as it is waited for, those after as they are posted."""
     groups = open_groups("gloo", comm, torch.device("cpu"), linear(2), 2, LIMIT_S)
     forward, backward = groups.links
-    failure = partial(pytest.raises, RankFailedError, match=r"^a message of a process group failed: .*by peer")
+    failure = partial(pytest.raises, LostPeerError, match=r"^a message of a process group failed: .*by peer")
     if comm.rank == 1:
         posted = forward.receive(torch.empty(3), 0, 0)
     comm.Barrier()

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
 from gems.engine.supervision.out_of_memory import explain_out_of_memory
-from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
+from gems.errors import ConfigError, GemsError, LostPeerError, RankFailedError, StalledError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, now_ns, read_beat
@@ -123,8 +123,8 @@ def abort_all_ranks(code: int, error: BaseException) -> NoReturn:
 
     MPI_Abort kills the other ranks, after which nobody can tell whether one of them had been killed before.
     """
-    is_of_mpi = type(error).__module__.startswith("mpi4py")
-    time.sleep(DUMP_S if code == StalledError.exit_code else LOST_PEER_S if is_of_mpi else FLUSH_S)
+    has_lost_peer = isinstance(error, LostPeerError) or type(error).__module__.startswith("mpi4py")
+    time.sleep(DUMP_S if code == StalledError.exit_code else LOST_PEER_S if has_lost_peer else FLUSH_S)
     with contextlib.suppress(BaseException):
         from gems.engine.transport.mpi import abort
 

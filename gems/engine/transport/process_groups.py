@@ -24,7 +24,7 @@ from gems.config.schema import GLOO, NCCL
 from gems.engine.transport.links import SLEEP_S, Links, Request
 from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
 from gems.engine.transport.polling import SPIN_S, WaitState
-from gems.errors import ConfigError, RankFailedError
+from gems.errors import ConfigError, LostPeerError
 from gems.schedule.edges import edges_of
 from gems.schedule.placement import Placement
 
@@ -64,9 +64,9 @@ class _Rendezvous:
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
-def _failed(error: RuntimeError) -> RankFailedError:
-    """Return the failure of the run for what torch reports of a message, most often that the peer is gone."""
-    return RankFailedError(f"a message of a process group failed: {error}")
+def _failed(error: RuntimeError) -> LostPeerError:
+    """Return the failure of the run for what torch reports of a message."""
+    return LostPeerError(f"a message of a process group failed: {error}")
 
 
 class _Message:
@@ -196,7 +196,7 @@ class GroupSum:
         """Wait for a posted sum.
 
         Raises:
-            RankFailedError: another rank is gone.
+            LostPeerError: another rank is gone.
             StalledError: it was not over within the hang timeout.
         """
         what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
@@ -206,7 +206,7 @@ class GroupSum:
         """Sum a contiguous tensor over all ranks.
 
         Raises:
-            RankFailedError: another rank is gone.
+            LostPeerError: another rank is gone.
             StalledError: it was not over within the hang timeout.
         """
         self.wait_sum(self.post_sum(tensor))
