@@ -110,6 +110,23 @@ def test_whoever_is_killed_is_named_and_no_neighbour(
     assert told["blamed_node"] is None and not (folder.path.parent / "bad_nodes.json").exists()
 
 
+def test_whoever_is_killed_is_named_over_gloo(
+    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    """Its neighbours lose their messages at once, where those over MPI wait for the job to end."""
+    job, folder = submit(
+        *RUN, "data=synthetic", "data.height_px=16", "data.width_px=16", "schedule=1f1b", "machine.transport=gloo",
+        "train.steps=100000",
+    )  # fmt: skip
+    wait_for_step(folder, 5)
+    victim = beats(folder)[2]
+    os.kill(victim.pid, signal.SIGKILL)
+    found = ended(preempt_slurm, "SIGKILL over gloo", job, folder, 40)
+    status, told = found["status"], found["told"]
+    assert (status["exit_code"], status["rank"], status["node"]) == (4, 2, victim.node), said(folder)
+    assert (told["cause"], told["rank"], told["node"], told["blamed_node"]) == ("killed", 2, victim.node, None)
+
+
 AHEAD = """
 import time
 now, now_ns = time.time, time.time_ns

@@ -6,14 +6,18 @@ them where to meet.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 
 from gems.config.schema import GLOO, NCCL
 from gems.engine.transport.links import SLEEP_S, Links, Request
-from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
+from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, progress, ranks_here
 from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.errors import ConfigError, LostPeerError
 from gems.schedule.edges import edges_of
@@ -32,6 +36,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_TIMEOUT = datetime.timedelta(days=7)  # how long a rank may wait is the run's to say, not a group's
 WAKE_S = 0.001  # after which a wait over gloo looks around, though no message was over
 _SOURCE, _DESTINATION = 0, 1
+T = TypeVar("T")
 
 
 class _Rendezvous:
@@ -142,19 +147,19 @@ class _Edge:
 class GroupLinks(Links):
     """Messages of one way, each edge over a process group of its own, in order; tags are not looked at.
 
-    What is posted to NCCL follows the work on the current stream.
+    What is posted to NCCL follows the work on the current stream. MPI's messages move while a rank waits.
     """
 
     max_tag = 2**62
 
     def __init__(
-        self, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event, is_nccl: bool,
-        hang_timeout_s: float, wait_state: WaitState | None = None,
+        self, comm: Comm, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event,
+        is_nccl: bool, hang_timeout_s: float, wait_state: WaitState | None = None,
     ) -> None:  # fmt: skip
         # never spins over gloo: the thread that waits for a message needs Python's lock to say that it is over
         spin_s, sleep_s = (SPIN_S, SLEEP_S) if is_nccl else (0.0, WAKE_S)
         super().__init__(rank, hang_timeout_s, spin_s, sleep_s, wait_state)
-        self._to, self._by, self._arrived = to, by, arrived
+        self._comm, self._to, self._by, self._arrived = comm, to, by, arrived
 
     def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then."""
@@ -168,6 +173,7 @@ class GroupLinks(Links):
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message of gloo is over, which may have been before."""
+        progress(self._comm)
         self._arrived.wait(seconds)
         self._arrived.clear()
 
@@ -180,9 +186,11 @@ class GroupLinks(Links):
 class GroupSum:
     """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
 
-    def __init__(self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState) -> None:
+    def __init__(
+        self, comm: Comm, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState
+    ) -> None:  # fmt: skip
         self.size, self.sums_on_device = group.size(), is_nccl
-        self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
+        self._comm, self._group, self._rank, self._hang_timeout_s = comm, group, rank, hang_timeout_s
         self._wait_state = wait_state
 
     def post_sum(self, tensor: Tensor) -> Request:
@@ -200,7 +208,9 @@ class GroupSum:
             StalledError: it was not over within the hang timeout.
         """
         what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
-        self._wait_state.wait_until(request.Test, what, self._hang_timeout_s, SLEEP_S, who=who)
+        self._wait_state.wait_until(
+            request.Test, what, self._hang_timeout_s, SLEEP_S, who=who, sleep=partial(_sleep, self._comm)
+        )  # fmt: skip
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over all ranks.
@@ -240,34 +250,59 @@ def open_groups(
 
     Raises:
         ConfigError: NCCL without GPUs, in a torch that lacks it, or with two ranks on one GPU.
+        StalledError: another rank did not open a group within the hang timeout.
     """
     if backend == NCCL:
         _check_nccl(comm, device)
     replica, rank = divmod(comm.rank, placement.num_ranks)
-    waits, who = wait_state or WaitState(), f"rank {comm.rank} "
-    rendezvous, arrived, is_nccl = _Rendezvous(backend, comm), threading.Event(), backend == NCCL
+    waits, is_nccl, arrived = wait_state or WaitState(), backend == NCCL, threading.Event()
+    pool, rendezvous = ThreadPoolExecutor(1, "open groups"), _Rendezvous(backend, comm)
+
+    def wait_until(is_done: Callable[[], bool], what: str) -> None:
+        who, sleep = f"rank {comm.rank} ", partial(_sleep, comm)
+        waits.wait_until(is_done, what, hang_timeout_s, WAKE_S, who=who, sleep=sleep)
+
+    def opened(name: str, open_one: Callable[[], T]) -> T:
+        # torch waits for the other ranks without a call of MPI, for whose messages they may wait before they open it
+        made = pool.submit(_call_on, device, open_one)
+        wait_until(made.done, f"other ranks to open {name}")
+        return made.result()
+
     to: tuple[dict[int, _Edge], ...] = ({}, {})
     by: tuple[dict[int, _Edge], ...] = ({}, {})
     for edge in edges_of(placement):  # in one order on all ranks, so that none waits for another in a circle
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = _Edge(rendezvous.open(name, _SOURCE if is_source else _DESTINATION, 2), not is_nccl, arrived)
+            group = opened(name, partial(rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2))
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
-            ends[edge.is_backward][peer] = group
+            ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
             if is_nccl:
-                first = (group.send if is_source else group.receive)(torch.zeros(1, device=device))
-                waits.wait_until(first.Test, f"rank {peer} to open {name}", hang_timeout_s, SLEEP_S, who=who)
+                post, first = made.send if is_source else made.receive, torch.zeros(1, device=device)
+                wait_until(opened(name, partial(post, first)).Test, f"rank {peer} to open {name}")
     forward, backward = (
-        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
+        GroupLinks(comm, rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
-    same = rendezvous.open(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
-    sums = GroupSum(same, comm.rank, is_nccl, hang_timeout_s, waits)
+    name = f"copies/{peers[0]}"
+    same = opened(name, partial(rendezvous.open, name, peers.index(comm.rank), len(peers)))
+    sums = GroupSum(comm, same, comm.rank, is_nccl, hang_timeout_s, waits)
     if is_nccl and sums.size > 1:
-        sums.sum_in_place(torch.zeros(1, device=device))
+        sums.wait_sum(opened(name, partial(sums.post_sum, torch.zeros(1, device=device))))
+    pool.shutdown()
     meet(comm)  # all have found each other before the first rank may end, and with it the store
     return Groups((forward, backward), sums)
+
+
+def _call_on(device: torch.device, work: Callable[[], T]) -> T:
+    """Call a function with a device as the current one, of which each thread has its own."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return work()
+
+
+def _sleep(comm: Comm, seconds: float) -> None:
+    progress(comm)
+    time.sleep(seconds)
 
 
 def _check_nccl(comm: Comm, device: torch.device) -> None:
