@@ -6,7 +6,6 @@ them where to meet.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import socket
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_TIMEOUT = datetime.timedelta(days=7)  # how long a rank may wait is the run's to say, not a group's
 WAKE_S = 0.001  # after which a wait over gloo looks around, though no message was over
 _SOURCE, _DESTINATION = 0, 1
-T = TypeVar("T")
 
 
 class _Rendezvous:
@@ -48,6 +46,7 @@ class _Rendezvous:
         host = "127.0.0.1" if is_here else socket.gethostname()
         server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
         address = broadcast(comm, None if server is None else (host, server.port))
+        meet(comm)  # all have it before any waits in torch for the others, where MPI may not move
         self._store = server or TCPStore(*address, is_master=False, wait_for_workers=False)
         self._gloo_device: Any = None
         if backend == GLOO:
@@ -262,9 +261,11 @@ def open_groups(
         who, sleep = f"rank {comm.rank} ", partial(_sleep, comm)
         waits.wait_until(is_done, what, hang_timeout_s, WAKE_S, who=who, sleep=sleep)
 
-    def opened(name: str, open_one: Callable[[], T]) -> T:
-        # torch waits for the other ranks without a call of MPI, for whose messages they may wait before they open it
-        made = pool.submit(_call_on, device, open_one)
+    def opened(name: str, of_rank: int, size: int) -> Any:
+        if is_nccl:
+            return rendezvous.open(name, of_rank, size)
+        # gloo waits for the other ranks without a call of MPI, for whose messages they may wait before they open it
+        made = pool.submit(rendezvous.open, name, of_rank, size)
         wait_until(made.done, f"other ranks to open {name}")
         return made.result()
 
@@ -274,30 +275,23 @@ def open_groups(
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = opened(name, partial(rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2))
+            group = opened(name, _SOURCE if is_source else _DESTINATION, 2)
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
             ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
             if is_nccl:
-                post, first = made.send if is_source else made.receive, torch.zeros(1, device=device)
-                wait_until(opened(name, partial(post, first)).Test, f"rank {peer} to open {name}")
+                first = (made.send if is_source else made.receive)(torch.zeros(1, device=device))
+                wait_until(first.Test, f"rank {peer} to open {name}")
     forward, backward = (
         GroupLinks(comm, rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
-    name = f"copies/{peers[0]}"
-    same = opened(name, partial(rendezvous.open, name, peers.index(comm.rank), len(peers)))
+    same = opened(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
     sums = GroupSum(comm, same, comm.rank, is_nccl, hang_timeout_s, waits)
     if is_nccl and sums.size > 1:
-        sums.wait_sum(opened(name, partial(sums.post_sum, torch.zeros(1, device=device))))
+        sums.sum_in_place(torch.zeros(1, device=device))
     pool.shutdown()
     meet(comm)  # all have found each other before the first rank may end, and with it the store
     return Groups((forward, backward), sums)
-
-
-def _call_on(device: torch.device, work: Callable[[], T]) -> T:
-    """Call a function with a device as the current one, of which each thread has its own."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return work()
 
 
 def _sleep(comm: Comm, seconds: float) -> None:
