@@ -6,6 +6,7 @@ A message is a copy on the group's stream to or from pinned memory, so that the 
 from __future__ import annotations
 
 import datetime
+import functools
 import threading
 import weakref
 from collections import deque
@@ -17,6 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 _GROUPS: weakref.WeakSet[ProcessGroupNCCL] = weakref.WeakSet()
+_ADVANCING = threading.Lock()
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 class Options:
@@ -96,13 +103,14 @@ class ProcessGroupNCCL:
 
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = datetime.timedelta(days=1)
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+        gloo._devices = [_gloo_device()]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, gloo)
         self._edge = _Edge(self._gloo, True, threading.Event())
         self._under_way: deque[Work] = deque()
         self._is_connected = False
         self.stream = torch.cuda.Stream()
-        _GROUPS.add(self)
+        with _ADVANCING:
+            _GROUPS.add(self)
 
     def size(self) -> int:
         return int(self._gloo.size())
@@ -118,6 +126,7 @@ class ProcessGroupNCCL:
 
     def shutdown(self) -> None:
         self._edge.close()
+        self._gloo = None
 
     def advance(self) -> None:
         """Go on with the messages that are under way, in their order."""
@@ -129,14 +138,18 @@ class ProcessGroupNCCL:
             self._gloo.barrier().wait()
             self._is_connected = True
         self._under_way.append(work)
-        self.advance()
+        advance()
         return work
 
 
 def advance() -> None:
-    """Go on with all messages, as the device does whatever the host waits for."""
-    for group in list(_GROUPS):
-        group.advance()
+    """Go on with all messages, as the device does whatever the host waits for; one thread at a time does."""
+    if _ADVANCING.acquire(blocking=False):
+        try:
+            for group in list(_GROUPS):
+                group.advance()
+        finally:
+            _ADVANCING.release()
 
 
 def install() -> None:

@@ -207,15 +207,6 @@ def meet(comm: Comm) -> None:
         time.sleep(MEET_SLEEP_S)
 
 
-def progress(comm: Comm) -> None:
-    """Let MPI's messages move.
-
-    A broadcast returns at its root before all have its value, and over a network what is left of it may move only while
-    the root is in MPI: who waits for something else calls this meanwhile.
-    """
-    comm.Iprobe()
-
-
 def allgather(comm: Comm, mine: T) -> list[T]:
     """Return the values of all ranks, in rank order, for which ranks wait without keeping a core busy; collective."""
     meet(comm)

@@ -30,14 +30,16 @@ class WaitState:
         what: None while the rank works; left after a wait that failed, since the rank still waits then.
         count: of the waits that have begun.
         is_progressing: asked when a wait has timed out: has a rank that this one depends on begun anything in time?
+        progress_mpi: called before each sleep: lets messages of MPI move that no wait asks for.
     """
 
-    __slots__ = ("count", "is_progressing", "what")
+    __slots__ = ("count", "is_progressing", "progress_mpi", "what")
 
     def __init__(self) -> None:
         self.what: object = None
         self.count = 0
         self.is_progressing: Callable[[], bool] = lambda: False
+        self.progress_mpi: Callable[[], object] = lambda: None
 
     def wait_until(
         self,
@@ -65,6 +67,7 @@ class WaitState:
                     raise StalledError(f"{who}waited {max(hang_timeout_s, math.floor(now_s - begin_s)):g} s for {what}")
                 deadline_s = time.perf_counter() + min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
             if now_s > spin_until_s:
+                self.progress_mpi()
                 sleep(sleep_s)
         self.what = None
 

@@ -10,13 +10,12 @@ import datetime
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 
 from gems.config.schema import GLOO, NCCL
 from gems.engine.transport.links import SLEEP_S, Links, Request
-from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, progress, ranks_here
+from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
 from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.errors import ConfigError, LostPeerError
 from gems.schedule.edges import edges_of
@@ -35,6 +34,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_TIMEOUT = datetime.timedelta(days=7)  # how long a rank may wait is the run's to say, not a group's
 WAKE_S = 0.001  # after which a wait over gloo looks around, though no message was over
 _SOURCE, _DESTINATION = 0, 1
+T = TypeVar("T")
 
 
 class _Rendezvous:
@@ -120,6 +120,7 @@ class _Edge:
     def close(self) -> None:
         self._posted.put(None)
         self._group.shutdown()
+        self._group = None  # whose threads end with it
 
     def _under_way(self, post: Callable[[], Any]) -> _Message | _GlooMessage:
         try:
@@ -146,19 +147,19 @@ class _Edge:
 class GroupLinks(Links):
     """Messages of one way, each edge over a process group of its own, in order; tags are not looked at.
 
-    What is posted to NCCL follows the work on the current stream. MPI's messages move while a rank waits.
+    What is posted to NCCL follows the work on the current stream.
     """
 
     max_tag = 2**62
 
     def __init__(
-        self, comm: Comm, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event,
-        is_nccl: bool, hang_timeout_s: float, wait_state: WaitState | None = None,
+        self, rank: int, to: Mapping[int, _Edge], by: Mapping[int, _Edge], arrived: threading.Event, is_nccl: bool,
+        hang_timeout_s: float, wait_state: WaitState | None = None,
     ) -> None:  # fmt: skip
         # never spins over gloo: the thread that waits for a message needs Python's lock to say that it is over
         spin_s, sleep_s = (SPIN_S, SLEEP_S) if is_nccl else (0.0, WAKE_S)
         super().__init__(rank, hang_timeout_s, spin_s, sleep_s, wait_state)
-        self._comm, self._to, self._by, self._arrived = comm, to, by, arrived
+        self._to, self._by, self._arrived = to, by, arrived
 
     def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
         """Post a send; the tensor is kept until it has left, and `done` is called then."""
@@ -172,7 +173,6 @@ class GroupLinks(Links):
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until a message of gloo is over, which may have been before."""
-        progress(self._comm)
         self._arrived.wait(seconds)
         self._arrived.clear()
 
@@ -185,11 +185,9 @@ class GroupLinks(Links):
 class GroupSum:
     """Sums tensors over the ranks of a process group; NCCL takes those of a GPU."""
 
-    def __init__(
-        self, comm: Comm, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState
-    ) -> None:  # fmt: skip
+    def __init__(self, group: Any, rank: int, is_nccl: bool, hang_timeout_s: float, wait_state: WaitState) -> None:
         self.size, self.sums_on_device = group.size(), is_nccl
-        self._comm, self._group, self._rank, self._hang_timeout_s = comm, group, rank, hang_timeout_s
+        self._group, self._rank, self._hang_timeout_s = group, rank, hang_timeout_s
         self._wait_state = wait_state
 
     def post_sum(self, tensor: Tensor) -> Request:
@@ -207,9 +205,7 @@ class GroupSum:
             StalledError: it was not over within the hang timeout.
         """
         what, who = f"the sum over {self.size} ranks", f"rank {self._rank} "
-        self._wait_state.wait_until(
-            request.Test, what, self._hang_timeout_s, SLEEP_S, who=who, sleep=partial(_sleep, self._comm)
-        )  # fmt: skip
+        self._wait_state.wait_until(request.Test, what, self._hang_timeout_s, SLEEP_S, who=who)
 
     def sum_in_place(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over all ranks.
@@ -223,6 +219,7 @@ class GroupSum:
     def close(self) -> None:
         """Shut the group down."""
         self._group.shutdown()
+        self._group = None  # whose threads end with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +241,7 @@ def open_groups(
 ) -> Groups:
     """Open the groups of every edge of this rank, and that of the copies of its stages; collective over `comm`.
 
-    NCCL connects two ranks when both have posted their first message, for which the host waits. A list may post others
+    NCCL connects two ranks when both have posted their first message, for which a thread waits. A list may post others
     first on either side, so a message on each edge goes ahead of it, edge by edge in one order.
 
     Raises:
@@ -255,19 +252,22 @@ def open_groups(
         _check_nccl(comm, device)
     replica, rank = divmod(comm.rank, placement.num_ranks)
     waits, is_nccl, arrived = wait_state or WaitState(), backend == NCCL, threading.Event()
-    pool, rendezvous = ThreadPoolExecutor(1, "open groups"), _Rendezvous(backend, comm)
+    # over a network what is left of a broadcast may move only while its root is in MPI, where no group waits
+    waits.progress_mpi = comm.Iprobe
+    rendezvous = _Rendezvous(backend, comm)
+    pool = ThreadPoolExecutor(1, "open groups", initializer=partial(torch.cuda.set_device, device) if is_nccl else None)
 
-    def wait_until(is_done: Callable[[], bool], what: str) -> None:
-        who, sleep = f"rank {comm.rank} ", partial(_sleep, comm)
-        waits.wait_until(is_done, what, hang_timeout_s, WAKE_S, who=who, sleep=sleep)
+    def wait_until(is_done: Callable[[], bool], name: str) -> None:
+        waits.wait_until(is_done, f"other ranks to open {name}", hang_timeout_s, WAKE_S, who=f"rank {comm.rank} ")
 
-    def opened(name: str, of_rank: int, size: int) -> Any:
-        if is_nccl:
-            return rendezvous.open(name, of_rank, size)
-        # gloo waits for the other ranks without a call of MPI, for whose messages they may wait before they open it
-        made = pool.submit(rendezvous.open, name, of_rank, size)
-        wait_until(made.done, f"other ranks to open {name}")
-        return made.result()
+    def in_thread(name: str, call: Callable[..., T], *given: Any) -> T:
+        # torch waits for the other ranks without a call of MPI, for whose messages they may wait before they get there
+        called = pool.submit(call, *given)
+        wait_until(called.done, name)
+        return called.result()
+
+    def first_message(post: Callable[[Tensor], Request]) -> Request:
+        return post(torch.zeros(1, device=device))
 
     to: tuple[dict[int, _Edge], ...] = ({}, {})
     by: tuple[dict[int, _Edge], ...] = ({}, {})
@@ -275,28 +275,24 @@ def open_groups(
         if rank in (edge.source, edge.destination):
             is_source = rank == edge.source
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
-            group = opened(name, _SOURCE if is_source else _DESTINATION, 2)
+            group = in_thread(name, rendezvous.open, name, _SOURCE if is_source else _DESTINATION, 2)
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
             ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
             if is_nccl:
-                first = (made.send if is_source else made.receive)(torch.zeros(1, device=device))
-                wait_until(first.Test, f"rank {peer} to open {name}")
+                first = in_thread(name, first_message, made.send if is_source else made.receive)
+                wait_until(first.Test, name)
     forward, backward = (
-        GroupLinks(comm, rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
+        GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits) for ends in zip(to, by, strict=True)
     )
     peers = placement.reduce_group(rank, num_replicas)
-    same = opened(f"copies/{peers[0]}", peers.index(comm.rank), len(peers))
-    sums = GroupSum(comm, same, comm.rank, is_nccl, hang_timeout_s, waits)
+    name = f"copies/{peers[0]}"
+    same = in_thread(name, rendezvous.open, name, peers.index(comm.rank), len(peers))
+    sums = GroupSum(same, comm.rank, is_nccl, hang_timeout_s, waits)
     if is_nccl and sums.size > 1:
-        sums.sum_in_place(torch.zeros(1, device=device))
+        sums.wait_sum(in_thread(name, first_message, sums.post_sum))
     pool.shutdown()
     meet(comm)  # all have found each other before the first rank may end, and with it the store
     return Groups((forward, backward), sums)
-
-
-def _sleep(comm: Comm, seconds: float) -> None:
-    progress(comm)
-    time.sleep(seconds)
 
 
 def _check_nccl(comm: Comm, device: torch.device) -> None:
