@@ -106,9 +106,17 @@ def _stat(pid: int) -> list[str]:
 
 
 def is_mentioned(text: str) -> bool:
-    """Return whether a process of this machine has a text in its command line."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    """Return whether a process of this machine has a text in its command line, or in the name of an open file.
+
+    Open files are seen of the user's own processes; one that is about to become another program keeps them.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if text.encode() in path.read_bytes():
+            if text.encode() in (process / "cmdline").read_bytes():
                 return True
+        with contextlib.suppress(OSError):
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if text in os.readlink(file):
+                        return True
     return False

@@ -6,6 +6,7 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
@@ -22,11 +23,12 @@ UNCLEAR = ("did not answer within", "was ended by signal", "Socket timed out", "
 
 
 def call_submit(
-    argv: Sequence[str], environment: Mapping[str, str], cluster: ClusterConfig, system: str,
+    argv: Sequence[str], script: Path, environment: Mapping[str, str], cluster: ClusterConfig, system: str,
     read_id: Callable[[str], str | None], refuse: Callable[[str], ConfigError], find: Callable[[], ListedJob | None],
 ) -> str:  # fmt: skip
     """Call the command that submits a script and return the job's ID.
 
+    By the script, which it has open, a command that outlives this process is found (see `jobs.status.ownership`).
     `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find` looks for the job where
     the command did not tell.
 
@@ -35,7 +37,7 @@ def call_submit(
         TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
         ConfigError: it refuses the job.
     """
-    result = run_command(argv, limit_s=SUBMIT_LIMIT_S, environment=environment)
+    result = run_command([*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, held=script)
     job_id = read_id(result.stdout)
     if result.error is None and job_id is not None:
         return job_id

@@ -102,10 +102,10 @@ class ByCommands(Scheduler):
         for path in work.run_folders:
             RunFolder(Path(path)).job_sh.write_text(text)
         script.write_text(text)
-        argv = [*self.submit_argv(spec, token), str(script)]
+        argv, environment = self.submit_argv(spec, token), self.environment() | {TOKEN_VARIABLE: token}
         try:
             job_id = call_submit(
-                argv, self.environment() | {TOKEN_VARIABLE: token}, spec.cluster, self.title, self.read_id,
+                argv, script, environment, spec.cluster, self.title, self.read_id,
                 lambda reason: self._refusal(spec.cluster, reason), lambda: self.find_submitted([token]).get(token),
             )  # fmt: skip
         except UnclearSubmissionError:

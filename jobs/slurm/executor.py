@@ -166,7 +166,7 @@ def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
         return None if number is None else number[1]
 
     return call_submit(
-        ["sbatch", str(script)], without_leftovers(os.environ), cluster, "SLURM", read_id,
+        ["sbatch"], script, without_leftovers(os.environ), cluster, "SLURM", read_id,
         partial(refusal, cluster.name), lambda: find_submitted([token]).get(token),
     )  # fmt: skip
 

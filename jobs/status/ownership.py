@@ -132,7 +132,7 @@ def record_submission(
 
 
 def _await_submission(token: str) -> None:
-    """Wait until no command line on this machine has the submission's script, or raise SchedulerError."""
+    """Wait until no process on this machine names the submission's script or has it open, or raise SchedulerError."""
     pause, deadline_s = threading.Event(), time.monotonic() + ABANDONED_WAIT_S
     while is_mentioned(script_path(Path(), token).name):
         if time.monotonic() > deadline_s:

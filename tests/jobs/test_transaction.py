@@ -29,6 +29,12 @@ from tests.jobs.interrupted_submissions import measure
 
 pytestmark = pytest.mark.timeout(300)
 Make = Callable[..., RunSpec]
+# Goes on by a shell whose command line has no script, as that of sbatch has none between fork and exec.
+NAMELESS = """if [ -z "$SCRIPT" ]; then
+    export SCRIPT="$1" SBATCH="$0"
+    exec /bin/sh -c 'KILL; /bin/sleep 0.5; set "$SCRIPT"; . "$SBATCH"'
+fi
+"""
 
 
 @pytest.fixture
@@ -55,13 +61,18 @@ def test_no_signal_leaves_an_orphan(queue: FakeSlurm, tmp_path: Path) -> None:
     assert queue.jobs() == ["41", "42"]  # the two that nobody interrupted
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_submission_that_was_killed_is_completed_by_the_next_look(queue: FakeSlurm, make: Make, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "script"),
+    [("before", "KILL; /bin/sleep 0.5\n"), ("after", "KILL; /bin/sleep 0.5\n"), ("before", NAMELESS)],
+)
+def test_a_submission_that_was_killed_is_completed_by_the_next_look(
+    queue: FakeSlurm, make: Make, moment: str, script: str
+) -> None:
     """sbatch itself kills its caller, before or after it has taken the job, and goes on."""
     spec = make()
     folder = RunFolder.of(spec)
     start_run(make("warm"), assume_yes=True)
-    (queue.here / f"sbatch.{moment}").write_text("kill -KILL $PPID; /bin/sleep 0.5\n")
+    (queue.here / f"sbatch.{moment}").write_text(script.replace("KILL", "kill -KILL $PPID"))
     pid = os.fork()
     if pid == 0:
         start_run(spec, assume_yes=True)
