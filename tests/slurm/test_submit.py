@@ -58,10 +58,10 @@ def test_wrong_mpi_is_said_in_one_line(mini_slurm: MiniSlurm, tmp_path: Path) ->
     job, folder = submit(tmp_path, "cluster.mpi=none", "train.steps=4")
     status = end_of(folder)
     assert (status["state"], status["exit_code"]) == ("failed", 2), said(folder)
-    (line,) = lines_of_jobs(folder)
-    assert "world size" in line or "world of 1" in line, line
     fields = job_fields(mini_slurm, job)
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0")
+    (line,) = lines_of_jobs(folder)  # written after status.json
+    assert "world size" in line or "world of 1" in line, line
 
 
 def test_killed_rank_fails_the_job_and_is_named(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
