@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from gems.launch.local_launcher import without_leftovers
 
@@ -59,23 +58,22 @@ class CommandResult:
 
 def run_command(
     argv: Sequence[str], stdin: str = "", limit_s: float | None = None, environment: Mapping[str, str] | None = None,
-    held: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> CommandResult:  # fmt: skip
     """Run a command of a scheduler, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing.
 
-    `environment` is that of a query, with which messages are English, unless it is given. The command has the file
-    `held` open from its first moment, in which it has no command line of its own yet, to its end.
+    `environment` is that of a query, with which messages are English, unless it is given. The command has the
+    files of `pass_fds` open, as in subprocess.
     """
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
     if environment is None:
         kept = without_leftovers(os.environ).items()
         environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {"LC_ALL": "C"}
     try:
-        with open(os.devnull if held is None else held, "rb") as file:
-            ended = subprocess.run(
-                list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace",
-                timeout=limit_s, pass_fds=() if held is None else (file.fileno(),),
-            )  # fmt: skip
+        ended = subprocess.run(
+            list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace",
+            timeout=limit_s, pass_fds=pass_fds,
+        )  # fmt: skip
     except FileNotFoundError:
         return CommandResult(error=SchedulerUnavailableError(argv[0], "is not on PATH"))
     except subprocess.TimeoutExpired:

@@ -28,7 +28,6 @@ def call_submit(
 ) -> str:  # fmt: skip
     """Call the command that submits a script and return the job's ID.
 
-    By the script, which it has open, a command that outlives this process is found (see `jobs.status.ownership`).
     `read_id` finds it in what the command prints; `refuse` makes the error of a refusal; `find` looks for the job where
     the command did not tell.
 
@@ -36,8 +35,12 @@ def call_submit(
         UnclearSubmissionError: it is not known whether the system has the job.
         TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
         ConfigError: it refuses the job.
+        OSError: the script cannot be read.
     """
-    result = run_command([*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, held=script)
+    # open from the fork on, before the command line is the command's: so it is found if it outlives this process
+    with script.open() as file:
+        held = (file.fileno(),)
+        result = run_command([*argv, str(script)], limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held)
     job_id = read_id(result.stdout)
     if result.error is None and job_id is not None:
         return job_id
