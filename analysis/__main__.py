@@ -1,4 +1,4 @@
-"""The command `python -m analysis VERB`: figures and pictures from trace files."""
+"""The command `gems-analysis VERB`: figures and pictures from trace files."""
 
 from __future__ import annotations
 

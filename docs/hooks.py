@@ -76,6 +76,7 @@ def commands() -> str:
     """Return a table of verbs for each of the three programs."""
     from analysis.cli.verbs import parser
     from gems.__main__ import VERBS as GEMS
+    from gems.cli.framework import command_name
     from jobs.__main__ import VERBS as JOBS
 
     analysis_help = {choice.dest: choice.help for choice in parser()._subparsers._group_actions[0]._choices_actions}  # type: ignore[union-attr]
@@ -87,7 +88,7 @@ def commands() -> str:
     tables = []
     for program, verbs in programs.items():
         rows = [f"| `{name}` | {_escaped(text)} |" for name, text in verbs.items()]
-        tables.append("\n".join([f"## {program}", "", f"| `python -m {program}` | |", "|---|---|", *rows]))
+        tables.append("\n".join([f"## {program}", "", f"| `{command_name(program)}` | |", "|---|---|", *rows]))
     return "\n\n".join(tables)
 
 

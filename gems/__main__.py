@@ -1,4 +1,4 @@
-"""`python -m gems VERB`: schedules and checks of a configuration, without an allocation."""
+"""`gems VERB`: schedules and checks of a configuration, without an allocation."""
 
 from __future__ import annotations
 

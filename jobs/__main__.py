@@ -1,4 +1,4 @@
-"""`python -m jobs VERB`: what a login node does."""
+"""`gems-jobs VERB`: what a login node does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of `python -m gems` run in the process of a test, with verbs that only note what they were given."""
+"""Commands of `gems` run in the process of a test, with verbs that only note what they were given."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command line of `python -m analysis`."""
+"""The command line of `gems-analysis`."""

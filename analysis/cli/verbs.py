@@ -1,4 +1,4 @@
-"""The verbs of `python -m analysis`: what each takes, and the functions that it puts together.
+"""The verbs of `gems-analysis`: what each takes, and the functions that it puts together.
 
 Modules are imported by the verb that needs them, so that a verb without pictures does not load matplotlib.
 """
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from analysis.io.load import Loaded, load_trace
 from gems.errors import ConfigError
 
-PROGRAM = "python -m analysis"
+PROGRAM = "gems-analysis"
 Options = argparse.Namespace
 PICTURE_HELP = ".png, .pdf or .svg"
 # Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the command, the help.

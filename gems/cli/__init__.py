@@ -1,1 +1,1 @@
-"""The verbs of `python -m gems`, one file each."""
+"""The verbs of `gems`, one file each."""

@@ -6,7 +6,6 @@ The analysis draws in a process of its own, so that no verb loads matplotlib.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,15 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gems
 from gems.cli.framework import Options
 from gems.errors import ConfigError, one_of
 from gems.profile import ModelProfile
 from gems.schedule.schedule import Schedule
+from gems.utils.run_module import RUN_MODULE
 
 LIMIT_S = 120
 PICTURES = (".png", ".pdf", ".svg")
-ROOT = Path(gems.__file__).resolve().parents[1]
 
 
 def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
@@ -53,13 +51,10 @@ def picture_path(options: Options, default: str | None = None) -> Path | None:
 
 
 def draw(verb: str, answer: Mapping[str, Any], path: Path) -> str:
-    """Have `python -m analysis VERB` draw an answer, and return the picture's path."""
+    """Have `gems-analysis VERB` draw an answer, and return the picture's path."""
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         document = Path(scratch) / f"{verb}.json"
         document.write_text(json.dumps(answer))
-        argv = [sys.executable, "-m", "analysis", verb, str(document), "--out", str(path.absolute())]
-        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        subprocess.run(
-            argv, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": search}
-        )
+        argv = [sys.executable, *RUN_MODULE, "analysis", verb, str(document), "--out", str(path.absolute())]
+        subprocess.run(argv, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     return str(path)

@@ -1,4 +1,4 @@
-"""The command line that `python -m gems` and `python -m jobs` share: verbs, Hydra overrides, --json, exit codes."""
+"""The command line that `gems` and `gems-jobs` share: verbs, Hydra overrides, --json, exit codes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         raise ConfigError("command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}")
     verb = verbs[name]
     if verb.takes_words and any(word in HELP for word in words):
-        print(f"python -m {program} {name}: {verb.help}")
+        print(f"{command_name(program)} {name}: {verb.help}")
         return 0
     words, hydra_options, options = _parse(words, verb)
     if verb.takes_words:
@@ -113,7 +113,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     if any(word in HELP for word in hydra_options):
         choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
         own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
-        head = [f"usage: python -m {program} {name} [key=value ...] {own}", "", verb.help, ""]
+        head = [f"usage: {command_name(program)} {name} [key=value ...] {own}", "", verb.help, ""]
         print("\n".join([*head, key_help(composed(words))]))
         return 0
     if not hydra_options:
@@ -188,14 +188,17 @@ def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -
     return [value]
 
 
+def command_name(program: str) -> str:
+    """Return the command that an installation has for a program."""
+    return program if program == "gems" else f"gems-{program}"
+
+
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
-    lines = [f"usage: python -m {program} VERB [key=value ...] [--json]", ""]
+    command = command_name(program)
+    lines = [f"usage: {command} VERB [key=value ...] [--json]", ""]
     lines += [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
-    lines += [
-        "",
-        f"`python -m {program} VERB --help` lists every key with its limits; --cfg job prints the configuration.",
-    ]
+    lines += ["", f"`{command} VERB --help` lists every key with its limits; --cfg job prints the configuration."]
     return "\n".join(lines)
 
 

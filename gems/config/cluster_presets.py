@@ -60,7 +60,7 @@ def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
         raise ConfigError(
             GROUP, AUTO, f"no preset knows the host {here}",
             "give cluster=local to run here, cluster=NAME for a known machine, or draft a preset of this one: "
-            "python -m jobs discover",
+            "gems-jobs discover",
         )  # fmt: skip
     if len(found) > 1:
         raise ConfigError(

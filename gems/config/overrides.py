@@ -182,7 +182,7 @@ def _check_override(override: Override, valid: Sequence[str], folders: Sequence[
         return
     if key == "study":
         value = override.get_value_element_as_str()
-        raise ConfigError(key, value, "names many runs, and this is one", f"python -m jobs study study={value}")
+        raise ConfigError(key, value, "names many runs, and this is one", f"gems-jobs study study={value}")
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
     if (error := renamed_error(key, str(override.input_line).partition("=")[2])) is not None:

@@ -15,6 +15,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
 from gems.utils.atomic_io import read_json, write_json
+from gems.utils.run_module import RUN_MODULE
 
 TIME_LIMIT_S = 900.0
 REQUEST_JSON = "request.json"
@@ -44,7 +45,8 @@ def run_program(
         folder = prepare(scratch_spec, plan_run(scratch_spec, trains), needs_labels)
         if request is not None:
             write_json(folder.path / REQUEST_JSON, dict(request))
-        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.program", function, str(folder.path)])
+        program = [sys.executable, *RUN_MODULE, "gems.engine.program", function, str(folder.path)]
+        argv = mpiexec_argv(spec.world_size, program)
         ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=timeout_s)
         found = read_json(folder.result_json)
         if ended.returncode or not found:

@@ -26,6 +26,7 @@ from gems.profile.pace import RunPace
 from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
+from gems.utils.run_module import RUN_MODULE
 from gems.utils.targets import source_of
 
 PROFILER = 12  # another number for profilers that would give other figures
@@ -304,8 +305,9 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
             raise _failure(spec, "; ".join([f"{type(error).__name__}: {error}", *notes])) from error
         return document
     ended = subprocess.run(
-        [sys.executable, "-m", taker or TAKER], input=json.dumps(spec.to_dict()), capture_output=True, text=True
-    )
+        [sys.executable, *RUN_MODULE, taker or TAKER],
+        input=json.dumps(spec.to_dict()), capture_output=True, text=True,
+    )  # fmt: skip
     try:
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
     except ValueError:

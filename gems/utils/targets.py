@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError, nearest
+from gems.utils.run_module import RUN_MODULE
 
 _TIME_LIMIT_S = 600.0
 _UNLOADED = ("nms", "qnms")  # of torchvision 0.28, each described when it is imported
@@ -240,11 +241,9 @@ def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, 
     Raises:
         ConfigError: what the module refuses, or a process that ends without an answer.
     """
-    root = str(_OURS.parent)
-    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     ended = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=os.environ | {"PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, *RUN_MODULE, module, *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
     )  # fmt: skip
     try:

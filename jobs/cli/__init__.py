@@ -1,1 +1,1 @@
-"""The verbs of `python -m jobs`, one file each."""
+"""The verbs of `gems-jobs`, one file each."""

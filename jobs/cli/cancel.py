@@ -1,4 +1,4 @@
-"""Cancel runs and studies: `python -m jobs cancel`."""
+"""Cancel runs and studies: `gems-jobs cancel`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.status.lookup import Overview, find_named, overview
 
 
 def cancel(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs cancel RUN_OR_STUDY ...`; return 1 if something was refused or has not ended yet.
+    """Run `gems-jobs cancel RUN_OR_STUDY ...`; return 1 if something was refused or has not ended yet.
 
     Raises:
         ConfigError: nothing named, no such run or study, or nobody there to confirm.

@@ -1,4 +1,4 @@
-"""`python -m jobs diagnose`: why a run ended, in one paragraph; of a study's failed points, one line each."""
+"""`gems-jobs diagnose`: why a run ended, in one paragraph; of a study's failed points, one line each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN_CAUSE = 1
 
 
 def diagnose(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs diagnose RUN_OR_STUDY ...`, or with --unblock NODE remove a node from the blocklist.
+    """Run `gems-jobs diagnose RUN_OR_STUDY ...`, or with --unblock NODE remove a node from the blocklist.
 
     Diagnoses are written to diagnosis.json in the run folders. Return 0 if every cause is known, else 1.
 

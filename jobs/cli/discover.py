@@ -1,4 +1,4 @@
-"""`python -m jobs discover`: a draft of this site's cluster preset, from its SLURM, that a person reads before use."""
+"""`gems-jobs discover`: a draft of this site's cluster preset, from its SLURM, that a person reads before use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def discover(words: Sequence[str], options: Options) -> int:
         ConfigError: unknown words, no SLURM here, or one that does not answer.
     """
     if words:
-        raise ConfigError("discover", " ".join(words), "takes no words", "python -m jobs discover > FILE.yaml")
+        raise ConfigError("discover", " ".join(words), "takes no words", "gems-jobs discover > FILE.yaml")
     if shutil.which("sinfo") is None:
         raise ConfigError(
             "sinfo", "none", "is not on PATH: there is no SLURM here to draft a preset of",
@@ -80,7 +80,7 @@ def format_draft(site: Site) -> str:
     kind, enforced = main_kind(site.kinds), site.config.get("AccountingStorageEnforce", "none")
     others = [f"{k.partition} ({k.nodes} x {k.cpus} CPUs, {k.gpus} GPUs)" for k in site.kinds if k != kind]
     notes = {
-        "hosts": "login nodes; `python -m jobs submit cluster=auto` finds the preset by them",
+        "hosts": "login nodes; `gems-jobs submit cluster=auto` finds the preset by them",
         "usable_cpus_per_node": "lower it if the site reserves some",
         "partition": ("others: " + ", ".join(others)) if others else "",
         "account": "needed here, your project" if "associations" in enforced else "your project, if one is needed",
@@ -89,9 +89,9 @@ def format_draft(site: Site) -> str:
     }
     version = site.config.get("SLURM_VERSION", "unknown")
     lines = [
-        f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, SLURM {version}.",
+        f"# Drafted by `gems-jobs discover` on {site.hosts[0]}, SLURM {version}.",
         "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order, charge), and save it as",
-        "# conf/cluster/NAME.yaml, NAME being the name below; then: python -m jobs submit cluster=NAME --dry-run",
+        "# conf/cluster/NAME.yaml, NAME being the name below; then: gems-jobs submit cluster=NAME --dry-run",
     ]
     for key, value in draft_preset(site).items():
         if key == "limits" and value:

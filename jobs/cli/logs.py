@@ -1,4 +1,4 @@
-"""`python -m jobs logs`: the output of a run's ranks, at once or until the run ends."""
+"""`gems-jobs logs`: the output of a run's ranks, at once or until the run ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
 def logs(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs logs RUN [-f] [--rank K] [--lines N]`.
+    """Run `gems-jobs logs RUN [-f] [--rank K] [--lines N]`.
 
     -f goes on until the run has ended and all is printed; its state and its end are reported on stderr.
 

@@ -1,4 +1,4 @@
-"""`python -m jobs probe`: the probe by itself, here by mpiexec or on a cluster as a small job of two ranks."""
+"""`gems-jobs probe`: the probe by itself, here by mpiexec or on a cluster as a small job of two ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VISIBLE_LIMIT_S = 20.0  # until the job's file is visible through a shared file 
 
 
 def probe(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs probe [cluster=NAME key=value ...]`: probe MPI and device memory, and print the result.
+    """Run `gems-jobs probe [cluster=NAME key=value ...]`: probe MPI and device memory, and print the result.
 
     The result is kept for 30 days; a kept one is not used here. On SLURM the probe waits in the queue, for --limit
     minutes at most.

@@ -1,4 +1,4 @@
-"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `python -m jobs resubmit`.
+"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `gems-jobs resubmit`.
 
 The failed points of a study go as its points do, by job arrays; with --force each goes alone.
 """
@@ -48,7 +48,7 @@ Result = dict[str, Any]
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
+    """Run `gems-jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
 
     Runs that are active are refused, finished ones unless --force, and those whose cause needs a change first unless
     --yes. Above cluster.confirm_above_gpu_hours, of all points of a study together, it asks first unless --yes. Return
@@ -63,7 +63,7 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
         if not key.startswith(CLUSTER) and key not in MAY_CHANGE:
             allowed = f"would make another run; {one_of(MAY_CHANGE)}"
-            raise ConfigError(key, value, allowed, "submit a new one: python -m jobs submit")
+            raise ConfigError(key, value, allowed, "submit a new one: gems-jobs submit")
     found = find_named([word for word in words if word not in overrides], "resubmit")
     results = [_resubmit(folder, overrides, options) for folder in found.runs]
     for study in found.studies:

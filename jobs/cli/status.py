@@ -1,4 +1,4 @@
-"""`python -m jobs status`: one table of runs and studies, from their folders, SLURM's queue and its accounting."""
+"""`gems-jobs status`: one table of runs and studies, from their folders, SLURM's queue and its accounting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def status(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs status [RUN_OR_STUDY ...]`; --watch S shows the table again every S s until all have ended.
+    """Run `gems-jobs status [RUN_OR_STUDY ...]`; --watch S shows the table again every S s until all have ended.
 
     Raises:
         ConfigError: no such run or study, or an interval that is none.

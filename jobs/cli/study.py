@@ -1,4 +1,4 @@
-"""`python -m jobs study`: the points of a study run, here or as jobs, except finished ones, and all are drawn."""
+"""`gems-jobs study`: the points of a study run, here or as jobs, except finished ones, and all are drawn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
+from gems.utils.run_module import RUN_MODULE
 from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
 from jobs.batch.resources import PROBE, job_spec
@@ -32,7 +33,7 @@ PointRow = tuple[Point, RunStatus, str]  # a point, its run, and its state
 
 
 def study(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
+    """Run `gems-jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
     Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
     the others; with --wait the command stays until all have ended. Return the worst of the exit codes of the points
@@ -114,7 +115,7 @@ def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dic
     Return its exit code, and with `as_json` the object that it printed.
     """
     sys.stdout.flush()
-    words = [sys.executable, "-m", "analysis", "scaling", *map(str, folders), "--out", str(out)]
+    words = [sys.executable, *RUN_MODULE, "analysis", "scaling", *map(str, folders), "--out", str(out)]
     if not as_json:
         return subprocess.run(words, stdin=subprocess.DEVNULL).returncode, None
     ended = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)

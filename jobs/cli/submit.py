@@ -1,4 +1,4 @@
-"""`python -m jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or as a job."""
+"""`gems-jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or as a job."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
 
 
 def collect(words: Sequence[str], options: Options) -> int:
-    """Run `python -m jobs collect RUN_FOLDER`.
+    """Run `gems-jobs collect RUN_FOLDER`.
 
     Raises:
         ConfigError: not one folder, or one that holds no run.
     """
     if len(words) != 1:
-        raise ConfigError("collect", " ".join(words), "takes one run folder", "python -m jobs collect RUN_FOLDER")
+        raise ConfigError("collect", " ".join(words), "takes one run folder", "gems-jobs collect RUN_FOLDER")
     folder = RunFolder(Path(words[0]).resolve())
     folder.read_spec()
     return collect_run(folder, as_json=options.json)
@@ -159,5 +159,5 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
     if len(chain) > 1:
         print(f"chain   {', '.join(chain)}, each after the one before, until the steps are done")
     for what, words in (("follow", "logs -f"), ("state ", "status")):
-        print(f"{what}  python -m jobs {words} {shlex.quote(str(folder.path))}")
+        print(f"{what}  gems-jobs {words} {shlex.quote(str(folder.path))}")
     return 0

@@ -15,6 +15,7 @@ from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
+from gems.utils.run_module import RUN_MODULE
 from jobs.diagnosis.launcher_output import LauncherOutput
 from jobs.diagnosis.log_patterns import CONSEQUENCE, Finding, read_lines, scan_lines
 from jobs.diagnosis.root_cause import (
@@ -131,7 +132,7 @@ def trace_steps(folder: RunFolder) -> int | None:
     """Return the number of steps that every rank finished by the run's trace; None if none is readable."""
     if not folder.trace_h5.exists() and not any((folder.path / "trace").glob("rank*.h5")):
         return None
-    words = [sys.executable, "-m", "analysis", "summary", str(folder.path), "--json"]
+    words = [sys.executable, *RUN_MODULE, "analysis", "summary", str(folder.path), "--json"]
     try:
         ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S)
         summary = json.loads(ended.stdout) if ended.returncode == 0 else {}

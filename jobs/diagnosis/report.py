@@ -306,7 +306,7 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
 def remedies(cause: FailureCause, words: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:
     """Return what to change, most promising first; nothing for a run that has not failed."""
     run, step, spec = evidence.folder.path.name, evidence.resume_step, evidence.spec
-    command, resumes = f"python -m jobs resubmit {run}", "" if step is None else f" resumes at step {step}"
+    command, resumes = f"gems-jobs resubmit {run}", "" if step is None else f" resumes at step {step}"
     again = command + resumes
     # a run without a checkpoint to resume from should write some
     checkpoints = () if step is not None else ("train.checkpoint_s: so that less is lost the next time",)
@@ -326,8 +326,8 @@ def remedies(cause: FailureCause, words: str, node: str | None, evidence: Eviden
             return (again, *checkpoints)
         case FailureCause.WAITING if NEVER_SATISFIED in words:
             return (
-                f"python -m jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
-                "to wait for the end of a run, however it ends: python -m jobs submit --after RUN",
+                f"gems-jobs cancel {run}, then {command} +cluster.sbatch.dependency=null",
+                "to wait for the end of a run, however it ends: gems-jobs submit --after RUN",
             )
         case FailureCause.STALLED:
             has_stacks = evidence.folder.stacks(0).parent.is_dir()
@@ -352,7 +352,7 @@ def remedies(cause: FailureCause, words: str, node: str | None, evidence: Eviden
         case FailureCause.KILLED:
             return (*(hint for names, hint in SIGNALS if any(name in words for name in names)), again)
         case FailureCause.UNKNOWN:
-            return (f"read the log: python -m jobs logs {run} --lines all",)
+            return (f"read the log: gems-jobs logs {run} --lines all",)
     return FIXED.get(cause, ())
 
 

@@ -24,6 +24,7 @@ from gems.runs.owner import hold, own_job_id, release
 from gems.runs.provenance import check_run_yaml
 from gems.utils.atomic_io import read_json, reserve, write_json
 from gems.utils.process_tree import start_time
+from gems.utils.run_module import RUN_MODULE
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.batch.resources import PROBE, SIMULATED, JobSpec, Work, job_spec
@@ -214,13 +215,13 @@ def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ende
 
 
 def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
-    """Merge the ranks' traces and print the summary; return the exit code of `python -m analysis collect`.
+    """Merge the ranks' traces and print the summary; return the exit code of `gems-analysis collect`.
 
     `is_quiet` writes the summary to logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
     """
     is_probe = folder.read_spec().machine.kind == PROBE
     sys.stdout.flush()
-    words = [sys.executable, "-m", "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
+    words = [sys.executable, *RUN_MODULE, "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
     with contextlib.ExitStack() as stack:
         out: IO[str] | None = sys.stderr if table_on_stderr else None
         if is_quiet:

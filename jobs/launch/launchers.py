@@ -17,6 +17,7 @@ from gems.launch.local_launcher import mpiexec_argv
 from gems.runs.code_archive import code_root, from_snapshot
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
+from gems.utils.run_module import INSTALLED, RUN_MODULE
 from jobs.batch.resources import CODE as STAGED_CODE
 from jobs.batch.resources import IMAGE, SIMULATED, JobSpec
 
@@ -42,7 +43,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
         is_bare = job.cluster.container_image is None
         bare = ["-I", "-S"] if is_bare else []
         name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)
-        program = [str(Path(placement_check.__file__).resolve())] if is_bare else ["-m", name]
+        program = [str(Path(placement_check.__file__).resolve())] if is_bare else _words(job, name)
         program = from_snapshot(_code_zip(job, folder), name) if job.snapshot else program
         words = [*job.python, *bare, *program, str(folder.path), *map(str, expected)]
     return _in_container(job, words, folder.path)
@@ -50,7 +51,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line for ranks on this machine, each with a watcher of its exit."""
-    watcher = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
+    watcher = [sys.executable, *RUN_MODULE, "gems.launch.exit_watcher", str(folder.path)]
     return mpiexec_argv(job.tasks, [*watcher, *rank_program(job, folder)])
 
 
@@ -110,7 +111,7 @@ def by_pals(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line of the one process that simulates all ranks."""
-    return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
+    return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
 
 
 def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
@@ -132,7 +133,7 @@ def check_by_srun(job: JobSpec, folder: RunFolder, nodes: Sequence[str]) -> list
 
 def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) -> list[str]:
     """Return the command line that runs the batch script's deputy on another node, beside the ranks."""
-    program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else ["-m", DEPUTY]
+    program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else [*RUN_MODULE, DEPUTY]
     words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpus-per-task=1", "--mpi=none"]
     words += ["--mem=0"] if job.cluster.supports_mem_option else []  # shared, where a step has all memory by default
     return [*words, sys.executable, *program, str(folder.path), batch_node]
@@ -145,7 +146,13 @@ def on_each_node(job: JobSpec) -> list[str]:
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
     """Return the command that runs one of our modules: from the run's code archive in a job, else the code as it is."""
-    return [*job.python, *(from_snapshot(_code_zip(job, folder), name) if job.snapshot else ["-m", name])]
+    return [*job.python, *(from_snapshot(_code_zip(job, folder), name) if job.snapshot else _words(job, name))]
+
+
+def _words(job: JobSpec, module: str) -> list[str]:
+    """Return the words that run a module as it is; another interpreter has the code installed, unless in a checkout."""
+    is_here = job.python == (sys.executable,) or CHECKOUT.exists()
+    return [*RUN_MODULE, module] if is_here else [*INSTALLED, module]
 
 
 def _code_zip(job: JobSpec, folder: RunFolder) -> Path:

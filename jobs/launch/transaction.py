@@ -146,5 +146,5 @@ def submit_owned(
             raise
         if signals.came or set(SIGNALS) & signal.sigpending():
             name = firsts[0].path.name
-            report("jobs", f"interrupted, and job {number} is submitted: `python -m jobs cancel {name}` ends it")
+            report("jobs", f"interrupted, and job {number} is submitted: `gems-jobs cancel {name}` ends it")
     return job_ids

@@ -19,6 +19,7 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import Job, JobQuery, ListedJob, UnclearSubmissionError, script_path
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
@@ -85,12 +86,12 @@ class ByCommands(Scheduler):
         for key, text in (("cluster.partition", cluster.partition), ("cluster.account", cluster.full_account)):
             if text is not None and (not text.isprintable() or len(text.split()) != 1):
                 raise ConfigError(key, repr(text), "must be one word")
-        code = [str(RunFolder(Path(runs[0])).code_zip)] if job.snapshot else ["-m"]
+        code = [str(RunFolder(Path(runs[0])).code_zip), PROGRAM] if job.snapshot else [*RUN_MODULE, PROGRAM]
         lines = [
             self.first_line, *(f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)), "",
             *self.prologue(spec, job), *module_lines(cluster), *cluster.setup, *export_lines(cluster.environment),
             # exec: signals and the exit code are then the launching process's, not the shell's
-            f"exec {shlex.join([sys.executable, '-u', *code, PROGRAM, *runs])}", "",
+            f"exec {shlex.join([sys.executable, '-u', *code, *runs])}", "",
         ]  # fmt: skip
         return "\n".join(lines)
 

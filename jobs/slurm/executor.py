@@ -29,6 +29,7 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.job import UnclearSubmissionError, pickle_path, script_path
 from jobs.batch.resources import JobSpec, Work
 from jobs.batch.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
@@ -93,7 +94,7 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder, array: Sequence[Run
         check_path(spec, job, each, "SLURM", {"%": "'%'", "\\": "'\\'"})
     cluster = spec.cluster
     run, quote = (RunFolder(Path("$run")), '"{}"'.format) if array else (folder, shlex.quote)
-    code = quote(str(run.code_zip)) if job.snapshot else "-m"
+    code = quote(str(run.code_zip)) if job.snapshot else shlex.join(RUN_MODULE)
     made = Executor(folder.logs, f"{shlex.quote(sys.executable)} -u {code}", quote(str(run.logs)))
     made.update_parameters(
         job_name=spec.name, nodes=job.allocated_nodes, ntasks_per_node=job.allocated_tasks_per_node,

@@ -132,7 +132,7 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
 def find_named(words: Sequence[str], verb: str) -> Catalogue:
     """Find the runs and studies that `words` name; raise ConfigError if none is named, or one does not exist."""
     if not split_runs_dir(words)[1]:
-        raise ConfigError(verb, "none", "name runs or studies", f"python -m jobs {verb} RUN_OR_STUDY ...")
+        raise ConfigError(verb, "none", "name runs or studies", f"gems-jobs {verb} RUN_OR_STUDY ...")
     return find_runs(words, allows_several=False)
 
 
@@ -140,7 +140,7 @@ def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
     """Find the run that `words` name; raise ConfigError unless it is one."""
     names = split_runs_dir(words)[1]
     if len(names) != 1:
-        raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"python -m jobs {verb} RUN")
+        raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"gems-jobs {verb} RUN")
     found = find_runs(words, allows_several=False)
     if found.studies:
         points = ", ".join(folder.path.name for _, folder in found.studies[0].points())

@@ -62,7 +62,7 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
         except SchedulerError as error:
             doubt = str(error)
         if active is not None:
-            advice = f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name="
+            advice = f"wait for it, `gems-jobs cancel {folder.path.name}`, or change name="
             raise in_use(folder, f"belongs to job {active}, which has not ended", advice)
         if owner.is_released or (force and doubt is not None):
             return

@@ -8,7 +8,7 @@ loss is evaluated eight times an epoch; the moment at which it reached the targe
 evaluations.
 
     python -m scripts.bench.epochs --out epochs.json
-    python -m gems plan --hybrid --epochs epochs.json ...
+    gems plan --hybrid --epochs epochs.json ...
 
 The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read
 them as a table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not

@@ -1,6 +1,6 @@
 """Resume against an undisturbed run: a rank is killed at random moments again and again, and the ends are compared.
 
-A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a
+A small run is started by `gems-jobs submit` and killed by SIGKILL in a random rank, in a random step and at a
 random moment of it, `kills=20` times; each time the same command resumes from the newest checkpoint. Its losses and
 weights are compared with those of an undisturbed run, bit by bit. Then a run with another number of partitions and
 replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters

@@ -1,4 +1,4 @@
-"""The command `python -m analysis` and the closing table."""
+"""The command `gems-analysis` and the closing table."""
 
 from __future__ import annotations
 
@@ -241,8 +241,6 @@ def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     command = [sys.executable, "-m", "analysis"]
     done = subprocess.run([*command, "reprot", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr.strip() == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see python -m analysis --help"
-    )
+    assert done.stderr.strip() == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see gems-analysis --help"
     done = subprocess.run([*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""`python -m analysis attribution`, the waterfall with its CSV, and the line in a run's closing table."""
+"""`gems-analysis attribution`, the waterfall with its CSV, and the line in a run's closing table."""
 
 from __future__ import annotations
 

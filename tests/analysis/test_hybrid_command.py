@@ -1,4 +1,4 @@
-"""`python -m analysis hybrid`: the projections of Pal et al., and the picture of a plan."""
+"""`gems-analysis hybrid`: the projections of Pal et al., and the picture of a plan."""
 
 from __future__ import annotations
 

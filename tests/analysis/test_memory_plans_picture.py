@@ -1,4 +1,4 @@
-"""`python -m analysis memory`: the picture of an answer of `gems memory`."""
+"""`gems-analysis memory`: the picture of an answer of `gems memory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m analysis vdnn`: the table of the vDNN paper's studies."""
+"""`gems-analysis vdnn`: the table of the vDNN paper's studies."""
 
 from __future__ import annotations
 

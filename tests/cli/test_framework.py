@@ -75,7 +75,7 @@ class TestVerbs:
 
     def test_help_of_a_verb_of_words(self, gems: Gems) -> None:
         said = gems("words", "--help", verbs=MINE)
-        assert (said.code, said.out, SEEN) == (0, "python -m gems words: takes words\n", [])
+        assert (said.code, said.out, SEEN) == (0, "gems words: takes words\n", [])
 
     def test_unknown_verb(self, gems: Gems) -> None:
         allowed = "schedule, simulate, profile, partition, memory, place, plan, evaluate, predict, export, verify"

@@ -64,7 +64,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 @contextlib.contextmanager
 def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
-    """Return the function that runs `python -m jobs` in this process, in a folder of its own and with a false SLURM.
+    """Return the function that runs `gems-jobs` in this process, in a folder of its own and with a false SLURM.
 
     Words that begin with "analysis" are a command of that program.
     """

@@ -60,10 +60,12 @@ def test_keys_are_those_of_the_schema(page: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("page", every("python -m"))
+@pytest.mark.parametrize("page", every("gems"))
 def test_verbs_are_those_of_the_programs(page: Path) -> None:
-    for program, verb in re.findall(r"python -m (gems|jobs|analysis) ([\w-]+)", page.read_text()):
-        assert verb in VERBS[program] or verb == "VERB", f"{name(page)}: python -m {program} {verb}"
+    text = "\n".join(block.text for block in blocks(page.read_text()) if block.language == "sh")
+    text += "\n" + "\n".join(code_words(page.read_text()))
+    for program, verb in re.findall(r"^(gems|gems-jobs|gems-analysis) ([\w-]+)", text, re.M):
+        assert verb in VERBS[program.removeprefix("gems-")] or verb == "VERB", f"{name(page)}: {program} {verb}"
 
 
 @pytest.mark.parametrize("page", every("`make "))

@@ -6,14 +6,17 @@ import atexit
 import runpy
 import sys
 
+from gems.utils.run_module import RUN_MODULE
 from tests.fake_cuda.children import WITHOUT, report
 from tests.fake_cuda.load import install
 
 
 def main(argv: list[str]) -> None:
-    """Run what follows `python` on a command line: -m MODULE or -c PROGRAM, after -u or not."""
-    if argv[0] == "-u":
+    """Run what follows `python` on a command line: -m MODULE, run_module.py MODULE or -c PROGRAM."""
+    while argv[0] in ("-u", "-P"):
         argv = argv[1:]
+    if argv[0] == RUN_MODULE[-1]:
+        argv = ["-m", *argv[1:]]
     flag, target, *rest = argv
     if flag == "-m" and target.split(".")[0] in WITHOUT:
         install_executable_only()

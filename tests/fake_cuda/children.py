@@ -17,7 +17,7 @@ WITHOUT = ("jobs", "analysis")  # commands of the login node, without torch
 
 PYTHON = """#!/bin/sh
 case "$1" in
-  -m|-c|-u) exec {python} -m tests.fake_cuda "$@" ;;
+  -m|-c|-u|-P) exec {python} -m tests.fake_cuda "$@" ;;
   *) exec {python} "$@" ;;
 esac
 """

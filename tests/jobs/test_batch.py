@@ -16,6 +16,7 @@ from submitit.core.utils import DelayedSubmission
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner, take
+from gems.utils.run_module import RUN_MODULE
 from jobs.launch.batch import BatchJob, claim, wait_for_submission
 from tests.jobs.job_helpers import ROOT
 
@@ -39,7 +40,7 @@ def run_as_slurm_would(
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")
     return subprocess.run(
-        [sys.executable, "-u", "-m", "submitit.core._submit", str(folder.logs)],
+        [sys.executable, "-u", *RUN_MODULE, "submitit.core._submit", str(folder.logs)],
         env={**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": job_id, **more},
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90,
     )  # fmt: skip

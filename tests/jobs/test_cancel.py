@@ -1,4 +1,4 @@
-"""`python -m jobs cancel`: jobs by one scancel, local runs by their process, studies with all their points."""
+"""`gems-jobs cancel`: jobs by one scancel, local runs by their process, studies with all their points."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_a_job_that_never_starts_is_named_with_what_to_do(
     assert seen.state == "pending" and seen.note.startswith("DependencyNeverSatisfied: it never starts, as a job that")
     main("jobs", VERBS, ["diagnose", str(run.path)])
     told = capfd.readouterr().out
-    assert f"python -m jobs cancel {run.path.name}, then python -m jobs resubmit {run.path.name} +cluster" in told
+    assert f"gems-jobs cancel {run.path.name}, then gems-jobs resubmit {run.path.name} +cluster" in told
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m jobs` from outside: bad input is one line and exit code 2, and a login node loads nothing heavy."""
+"""`gems-jobs` from outside: bad input is one line and exit code 2, and a login node loads nothing heavy."""
 
 from __future__ import annotations
 

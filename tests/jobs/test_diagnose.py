@@ -1,4 +1,4 @@
-"""`python -m jobs diagnose`: the cause, the rank and what to change, from run folders as each fault leaves them."""
+"""`gems-jobs diagnose`: the cause, the rank and what to change, from run folders as each fault leaves them."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from gems.errors import ConfigError
 from gems.launch import local_launcher as ranks
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"
 IN_JOB = [CODE_ZIP, "gems.engine.run", "/runs/it's mine"]
-PROGRAM = ["-m", "gems.engine.run", "/runs/it's mine"]
+PROGRAM = [*RUN_MODULE, "gems.engine.run", "/runs/it's mine"]
 
 
 def test_resources_of_a_gpu_job(resolved: Callable[..., RunSpec]) -> None:
@@ -61,8 +62,8 @@ def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
 
 def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=mini", "cluster.archive_code=false"))
-    assert command(job, FOLDER)[-4:] == [sys.executable, *PROGRAM]
-    assert sweep_by_srun(job, FOLDER)[-3:] == [sys.executable, "-m", "gems.launch.mpich_cleanup"]
+    assert command(job, FOLDER)[-5:] == [sys.executable, *PROGRAM]
+    assert sweep_by_srun(job, FOLDER)[-4:] == [sys.executable, *RUN_MODULE, "gems.launch.mpich_cleanup"]
 
 
 def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranks, "_flags", lambda mpiexec: ("--flag",))
     assert command(job_spec(resolved()), FOLDER) == [
         "/opt/mpi/mpiexec", "--flag", "-n", "4",
-        sys.executable, "-m", "gems.launch.exit_watcher", "/runs/it's mine", sys.executable, *PROGRAM,
+        sys.executable, *RUN_MODULE, "gems.launch.exit_watcher", "/runs/it's mine", sys.executable, *PROGRAM,
     ]  # fmt: skip
 
 

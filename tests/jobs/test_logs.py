@@ -1,4 +1,4 @@
-"""`python -m jobs logs`: the last lines, one rank's, and following to the end of a run."""
+"""`gems-jobs logs`: the last lines, one rank's, and following to the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jobs resubmit`: what is sent again, from where, without which nodes, and what is refused."""
+"""`gems-jobs resubmit`: what is sent again, from where, without which nodes, and what is refused."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.slurm.executor import executor, sbatch_options
@@ -230,8 +231,8 @@ def test_submission(
     assert all(os.environ[name] == value for name, value in hidden.items())
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("job     41: nodes 2, tasks 4")
-    assert f"python -m jobs logs -f {folder.path}\n" in out
-    assert f"python -m jobs status {folder.path}\n" in out
+    assert f"gems-jobs logs -f {folder.path}\n" in out
+    assert f"gems-jobs status {folder.path}\n" in out
     assert {path.name for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink()} == {
         "41_submission.sh", "41_submitted.pkl"
     }  # fmt: skip
@@ -310,7 +311,7 @@ def test_local_dry_run_is_the_launchers_line(
     assert submit(spec, Options(flags=frozenset({"--dry-run"}))) == 0
     out, err = capsys.readouterr()
     words = shlex.split(out)
-    assert words[-3:] == ["-m", "gems.engine.run", str(RunFolder.of(spec).path)]
+    assert words[-4:] == [*RUN_MODULE, "gems.engine.run", str(RunFolder.of(spec).path)]
     assert words[words.index("-n") + 1] == "4"
     assert "tasks 4" in err and not (tmp_path / "my runs").exists()
 

@@ -21,6 +21,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
 from gems.runs.folder import RunFolder
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.executor import executor
@@ -169,8 +170,8 @@ def test_bash_runs_the_script_and_nothing_else(
     ended = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     folder = RunFolder.of(spec)
-    code = str(folder.code_zip) if spec.cluster.archive_code else "-m"
-    assert noted(notes) == ["-u", code, "submitit.core._submit", str(folder.logs)]
+    code = [str(folder.code_zip)] if spec.cluster.archive_code else RUN_MODULE
+    assert noted(notes) == ["-u", *code, "submitit.core._submit", str(folder.logs)]
     found = environment_of(notes)
     assert (found["ODD"], found["LAST"], found["SRUN_CPUS_PER_TASK"]) == (odd, "yes", "1")
     assert list(Path.cwd().iterdir()) == []

@@ -16,6 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.launch import launch as launch_module
 from jobs.launch.launchers import command, sweep_by_srun
@@ -141,7 +142,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
     ]  # fmt: skip
     live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [
-        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", "-m",
+        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", *RUN_MODULE,
         *IN_JOB[1:],
     ]  # fmt: skip
 
@@ -160,7 +161,7 @@ def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
     live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("--gpu-bind=none") + 2 :] == [
         f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine", f"--container-workdir={ROOT}",
-        "--no-container-mount-home", "python3", "-m", *IN_JOB[1:],
+        "--no-container-mount-home", "python3", *RUN_MODULE, *IN_JOB[1:],
     ]  # fmt: skip
 
 

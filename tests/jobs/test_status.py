@@ -1,4 +1,4 @@
-"""`python -m jobs status`: the table and its JSON, studies with their points, names, and watching."""
+"""`gems-jobs status`: the table and its JSON, studies with their points, names, and watching."""
 
 from __future__ import annotations
 

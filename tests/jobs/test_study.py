@@ -20,6 +20,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.utils.run_module import RUN_MODULE
 from jobs.__main__ import VERBS
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.cli import study as study_module
@@ -478,7 +479,7 @@ def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Call
     job = job_spec(resolved("machine=simulated", "cluster=slurm", "parallel.replicas=2"))
     assert (job.launcher, job.nodes, job.tasks, job.gpus) == ("simulated", 1, 1, 0)
     folder = RunFolder(Path("/runs/one"))
-    assert command(job, folder) == [sys.executable, "-m", "gems.runs.simulated_run", "/runs/one"]
+    assert command(job, folder) == [sys.executable, *RUN_MODULE, "gems.runs.simulated_run", "/runs/one"]
 
 
 def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -495,5 +496,6 @@ def test_the_drawing_is_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     code, answer = draw([tmp_path / "a", tmp_path / "b"], tmp_path / "out", as_json=True)
-    words = ["-m", "analysis", "scaling", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")]
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    words = [*RUN_MODULE, "analysis", "scaling", *folders, "--out", str(tmp_path / "out")]
     assert (code, answer) == (0, {"words": shlex.join([*words, "--json"])})

@@ -48,7 +48,7 @@ def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
 
 
 def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m jobs` as a user does."""
+    """Run `gems-jobs` as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "jobs", *words], cwd=ROOT, env=os.environ | environment,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s,

@@ -91,7 +91,7 @@ def test_a_dependency_that_cannot_be_met_is_named(mini_slurm: MiniSlurm, tmp_pat
     assert "it never starts, as a job that it depends on did not end as it must; cancel it" in shown()
     told = jobs("diagnose", str(folder.path)).stdout
     note("dependency never satisfied", "pending", told)
-    assert f"python -m jobs cancel {folder.path.name}, then python -m jobs resubmit {folder.path.name}" in told
+    assert f"gems-jobs cancel {folder.path.name}, then gems-jobs resubmit {folder.path.name}" in told
     assert jobs("cancel", str(folder.path), "--yes").returncode == 0
     again = jobs("resubmit", str(folder.path), "+cluster.sbatch.dependency=null", "--yes")
     assert again.returncode == 0, again.stdout + again.stderr

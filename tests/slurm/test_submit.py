@@ -1,4 +1,4 @@
-"""`python -m jobs submit` on the mini cluster: real ranks of the real engine over srun --mpi=pmi2."""
+"""`gems-jobs submit` on the mini cluster: real ranks of the real engine over srun --mpi=pmi2."""
 
 from __future__ import annotations
 
