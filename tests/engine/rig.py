@@ -14,13 +14,14 @@ from gems.engine.executor import Batch, Executor
 from gems.engine.stage import Stage
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import message_tag
+from gems.engine.transport.mpi import gpu_support
 from gems.engine.transport.p2p_channels import P2PChannels
-from gems.engine.transport.staging import Staging
+from gems.engine.transport.staging import HostStaging, Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.edges import BACKWARD_KINDS
 from gems.schedule.schedule import Schedule
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 
 N, SIZE, WIDTH = 4, 2, 6  # micro-batches, samples of each, values of a sample
 
@@ -35,6 +36,11 @@ class ListPart:
     def add(self, table: str, row: tuple) -> None:
         assert table == "events"
         self.rows.append(row)
+
+
+def staging_for_mpi() -> Staging:
+    """Return what real messages need: memory of the host, unless MPI takes that of the device."""
+    return HostStaging(DEVICE) if ON_GPU and not gpu_support() else Staging(DEVICE)
 
 
 class LateTransport:

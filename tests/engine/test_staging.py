@@ -232,9 +232,9 @@ def test_any_of_the_queries_of_mpi_libraries_tells_that_they_take_device_memory(
         return 1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**dict.fromkeys(GPU_QUERIES, no)))
-    assert not gpu_support()
+    assert not gpu_support.__wrapped__()
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(**{name: yes}))
-    assert gpu_support()
+    assert gpu_support.__wrapped__()
 
 
 @pytest.mark.usefixtures("log")

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
 from gems.errors import ConfigError, StalledError
 
@@ -45,6 +46,22 @@ def test_a_tensor_in_another_order_is_refused(transport, make):
     with pytest.raises(ValueError, match="contiguous"):
         transport.receive(tensor, 0, 1)
     transport.drain()
+
+
+class OnGpu:
+    """Stands for a tensor of a GPU, which an MPI without device pointers would take for memory of the host."""
+
+    is_cuda, device, dtype = True, "cuda:0", torch.float32
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("post", ["send", "receive", "persistent_send", "persistent_receive", "sum_in_place"])
+def test_a_tensor_of_a_gpu_is_refused_where_mpi_takes_no_device_pointers(transport, post, monkeypatch):
+    monkeypatch.setattr(mpi, "gpu_support", lambda: False)
+    with pytest.raises(ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"):
+        getattr(transport, post)(OnGpu(), *(() if post == "sum_in_place" else (0, 1)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
+from tests.fake_cuda import watch
 from tests.fake_cuda.load import native
 
 N = 1 << 12
@@ -139,7 +141,24 @@ def test_parts_of_a_tensor_may_be_used_by_several_streams_at_once():
     assert len(races()) == 2
 
 
-def test_mpi_reads_and_writes_until_it_is_waited_for():
+def test_mpi_that_takes_no_device_pointers_is_given_none():
+    transport, tensor = Transport(world(), hang_timeout_s=20), torch.ones(N, device="cuda")
+    for post in (transport.send, transport.receive):
+        with pytest.raises(ValueError, match=r"no device pointers, .* on cuda:0: use machine\.transport=host"):
+            post(tensor, 0, 1)
+    with pytest.raises(ValueError, match="no device pointers"):
+        transport.sum_in_place(tensor)
+    transport.close()
+
+
+def test_mpi_that_takes_none_cannot_read_one_that_it_is_given(monkeypatch):
+    answers = iter([True, False])  # to the engine, which asks first, and to the device
+    monkeypatch.setattr(mpi, "gpu_support", lambda: next(answers))
+    assert mpi._buffer(torch.ones(N, device="cuda")).address == watch._unreadable()
+
+
+def test_mpi_reads_and_writes_until_it_is_waited_for(monkeypatch):
+    monkeypatch.setattr(mpi, "gpu_support", lambda: True)
     transport = Transport(world(), hang_timeout_s=20)
     sent, got = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
     torch.cuda.synchronize()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
+import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +19,7 @@ _WAYS = ("send", "receive")  # by whether memory is written
 PIECE_BYTES = 1000  # no whole number of most tensors' rows
 APART = "GEMS_FAKE_GPUS_APART"  # set: each process has GPUs of its own, as NCCL asks
 DIRECT = "GEMS_FAKE_CUDA_DIRECT"  # set: this MPI takes device pointers, as the bytes are the host's
+UNREADABLE_BYTES = 1 << 30
 
 
 def watch(native: Any) -> None:
@@ -164,6 +169,40 @@ def _watch_mpi(native: Any, module: ModuleType) -> None:
     kind.post_sum = watched_sum
     if os.environ.get(DIRECT):
         module.gpu_support = lambda: True
+    _give_unreadable_memory(module)
+
+
+@contextlib.contextmanager
+def device_pointers() -> Iterator[None]:
+    """Let MPI take device pointers."""
+    from gems.engine.transport import mpi
+
+    before, mpi.gpu_support = mpi.gpu_support, lambda: True
+    try:
+        yield
+    finally:
+        mpi.gpu_support = before
+
+
+def _give_unreadable_memory(module: ModuleType) -> None:
+    """Let an MPI that takes no device pointers crash on one, as it does where they are no addresses of the host."""
+    buffer = module._buffer
+
+    def watched(data: Any) -> Any:
+        made = buffer(data)
+        is_unknown = getattr(data, "is_cuda", False) and not module.gpu_support()
+        return module.MPI.memory.fromaddress(_unreadable(), len(made)) if is_unknown else made
+
+    module._buffer = watched
+
+
+@functools.cache
+def _unreadable() -> int:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return int(libc.mmap(None, UNREADABLE_BYTES, 0, flags, -1, 0))
 
 
 def _with_small_pieces(module: ModuleType) -> None:

@@ -32,6 +32,7 @@ from tests.device import DEVICE
 from tests.engine.rig import ListPart
 from tests.engine.toys import make_spec
 from tests.fake_cuda.load import native
+from tests.fake_cuda.watch import device_pointers
 
 Numbers = list[torch.Tensor]
 SHAPE = (64, 64)
@@ -156,12 +157,14 @@ def staged_messages() -> Numbers:
 
 def direct_messages() -> Numbers:
     """Send tensors to this rank itself, by device pointers."""
-    return _messages(True)
+    with device_pointers():
+        return _messages(True)
 
 
 def self_test() -> Numbers:
     """Run the test of device pointers with which a run begins."""
-    return [torch.tensor(staging._self_test(DEVICE, world()))]
+    with device_pointers():
+        return [torch.tensor(staging._self_test(DEVICE, world()))]
 
 
 def loaded_images() -> Numbers:

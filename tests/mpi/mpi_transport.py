@@ -16,13 +16,14 @@ from gems.engine.transport.links import Links
 from gems.engine.transport.mpi import Transport, allgather, broadcast
 from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.process_groups import open_groups
-from gems.engine.transport.staging import HostStaging, Staging
+from gems.engine.transport.staging import HostStaging
 from gems.errors import ConfigError, LostPeerError, StalledError
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.schedule import Schedule
 from tests.device import DEVICE, ON_GPU
+from tests.engine.rig import staging_for_mpi
 
 LARGE = 1 << 24  # 64 MiB of float32
 LIMIT_S = 60.0
@@ -72,7 +73,7 @@ def test_both_directions_at_once_in_any_layout(comm, by):
     links: Sequence[Links] = [Transport(comm, LIMIT_S) for _ in range(2)]
     if by == "gloo":
         links = open_groups("gloo", comm, torch.device("cpu"), schedule.placement, 1, LIMIT_S).links
-    staging = HostStaging(DEVICE) if by == "gloo" and ON_GPU else Staging(DEVICE)
+    staging = HostStaging(DEVICE) if by == "gloo" and ON_GPU else staging_for_mpi()
     channels = P2PChannels(schedule, comm.rank, [specs] * (size - 1), links, staging, recorder)
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:

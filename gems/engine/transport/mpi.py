@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class Transport(Links):
         """Post a send; the tensor is kept until it has left, and `done` is called then.
 
         Raises:
-            ValueError: the tensor is not contiguous; MPI would send its storage in another order.
+            ValueError: the tensor is not contiguous, and MPI would send its storage in another order; or it is on a
+                GPU, and this MPI takes no device pointers: it would read them as the host's.
         """
         self._keep_sent(self.comm.Isend(_buffer(tensor), rank, tag), tensor, done)
 
@@ -197,6 +199,10 @@ def _buffer(data: Sendable) -> Any:
         return MPI.memory.frombuffer(data)
     if not data.is_contiguous():
         raise ValueError(f"only a contiguous tensor can be sent, not one of strides {data.stride()}")
+    if data.is_cuda and not gpu_support():
+        raise ValueError(
+            f"this MPI takes no device pointers, and the tensor is on {data.device}: use machine.transport=host"
+        )
     return MPI.memory.fromaddress(data.data_ptr(), data.numel() * data.element_size())
 
 
@@ -244,6 +250,7 @@ def gather_here(comm: Comm, mine: T) -> list[T]:
     return cast(list[T], all_of_them)
 
 
+@functools.cache
 def gpu_support() -> bool:
     """Return whether the MPI library says that it takes device pointers, of CUDA or of ROCm."""
     import ctypes

@@ -183,7 +183,7 @@ class HostStaging(Staging):
         """Do nothing: the tensors are torch's allocator's."""
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        return Buffer(torch.empty(shape, dtype=dtype, pin_memory=True))
+        return Buffer(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True))
 
 
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
