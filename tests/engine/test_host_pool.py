@@ -28,6 +28,9 @@ class Cudart:
         del self.pinned[address]
         return 0
 
+    def cudaGetErrorString(self, error: int) -> str:
+        return {2: "out of memory"}[error]
+
 
 def test_buffers_have_exact_sizes_and_are_used_again():
     pool = HostPool(None, "rank 0")
@@ -72,6 +75,8 @@ def test_pinned_memory_is_whole_pages_of_its_own_and_unpinned_when_dropped():
     other = pool.borrow(2)
     assert set(cudart.pinned) == {buffers[1].data_ptr(), other.data_ptr()}, "the first made room"
     assert pool.held_bytes == pool.used_bytes == PAGE_BYTES + 3
+    del pool
+    assert not cudart.pinned, "before the pages are unmapped, also those of a buffer that is still held"
 
 
 @pytest.mark.parametrize("limit", [1 << 20, resource.RLIM_INFINITY])
@@ -79,7 +84,9 @@ def test_pins_that_are_refused_name_ulimit(limit, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
     pool = HostPool(PinnedMemory("rank 1", Cudart(PAGE_BYTES)), "rank 1")
     pool.borrow(10)
-    with pytest.raises(DoesNotFitError, match=r"rank 1: pinned host memory .*ulimit -l") as raised:
+    with pytest.raises(
+        DoesNotFitError, match=r"rank 1: pinned host memory \(CUDA's error 2: out of memory\).*ulimit -l"
+    ) as raised:
         pool.borrow(3 * PAGE_BYTES)
     assert raised.value.limit_bytes == (PAGE_BYTES if limit == resource.RLIM_INFINITY else limit)
     assert pool.held_bytes == 10

@@ -14,6 +14,10 @@ from tests.fake_cuda.watch import APART
 
 _native: Any = None
 NAME = "fake GPU"
+PINNING_ERRORS = {
+    712: "part or all of the requested memory range is already mapped",
+    713: "pointer does not correspond to a registered memory region",
+}
 DRIVER = "00000000-0000-0000-0000-00000000000"
 
 
@@ -146,8 +150,9 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         )
 
     cudart = SimpleNamespace(
-        cudaHostRegister=lambda place, size, flags: native.pin(place, size) or 0,
-        cudaHostUnregister=lambda place: native.unpin(place, True) or 0,
+        cudaHostRegister=lambda place, size, flags: native.pin(place, size),
+        cudaHostUnregister=native.unpin,
+        cudaGetErrorString=PINNING_ERRORS.__getitem__,
     )
     found = {
         "Stream": Stream,

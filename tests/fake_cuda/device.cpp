@@ -270,8 +270,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("elapsed_ms", [](intptr_t first, intptr_t second) {
     return fake::Guard::elapsed_ms(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second));
   });
-  m.def("pin", [](intptr_t begin, size_t size) { fake::pin(reinterpret_cast<void*>(begin), size); }, NoGil());
-  m.def("unpin", [](intptr_t begin, bool is_checked) { fake::unpin(reinterpret_cast<void*>(begin), is_checked); }, NoGil());
+  m.def("pin", [](intptr_t begin, size_t size) { return fake::pin(reinterpret_cast<void*>(begin), size); }, NoGil());
+  m.def("unpin", [](intptr_t begin) { return fake::unpin(reinterpret_cast<void*>(begin)); }, NoGil());
   auto bytes = [](intptr_t begin, size_t size) {
     return fake::Bytes{reinterpret_cast<const char*>(begin), reinterpret_cast<const char*>(begin) + size};
   };

@@ -48,8 +48,9 @@ inline int current_slot() { return slot_of(current_device(), current_stream(curr
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void record_stream(const void* place, int slot);
-void pin(const void* begin, size_t size);
-void unpin(const void* begin, bool is_checked);
+// Return CUDA's errors, 0 if there is none: a page cannot be registered twice, even if it has been unmapped since.
+int pin(const void* begin, size_t size);
+int unpin(const void* begin);
 
 const at::Generator& default_generator(int device);
 // Takes the next seed of a generator of the device, of its default one if there is none.

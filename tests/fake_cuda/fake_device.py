@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
 from tests.fake_cuda import watch
@@ -116,6 +118,29 @@ def ahead_of_the_host(waits: bool) -> torch.Tensor:
 
 
 PROGRAMS = [copy_out, reused_memory, event_between, ahead_of_the_host]
+
+
+def test_a_page_is_registered_once_until_it_is_unregistered_whatever_is_mapped_there():
+    cudart = torch.cuda.cudart()
+    memory = torch.frombuffer(mmap.mmap(-1, 4 * mmap.PAGESIZE), dtype=torch.uint8)
+    place = memory.data_ptr()
+    register = cudart.cudaHostRegister
+    assert register(place, 2 * mmap.PAGESIZE, 0) == 0
+    assert register(place + mmap.PAGESIZE, 2 * mmap.PAGESIZE, 0) == register(place, 1, 0) == 712
+    assert register(place + 2 * mmap.PAGESIZE, 1, 0) == 0
+    assert "already mapped" in cudart.cudaGetErrorString(712)
+    for first in (0, 2):
+        assert cudart.cudaHostUnregister(place + first * mmap.PAGESIZE) == 0
+        assert cudart.cudaHostUnregister(place + first * mmap.PAGESIZE) == 713
+
+
+def test_pages_of_a_pool_that_is_gone_may_be_registered_again():
+    places = []
+    for _ in range(2):
+        pool = HostPool(PinnedMemory("rank 0"), "rank 0")
+        places.append({pool.borrow(mmap.PAGESIZE).data_ptr() for _ in range(20)})
+        del pool
+    assert places[0] & places[1]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -12,6 +12,7 @@ namespace fake {
 namespace {
 
 constexpr size_t kRound = 512, kPage = 4096;
+constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;
 
 struct Piece {
   size_t size;
@@ -172,24 +173,33 @@ void record_stream(const void* place, int slot) {
   if (found != caches().pieces.end() && found->second.slot != slot) found->second.other_streams.push_back(slot);
 }
 
-void pin(const void* begin, size_t size) {
+int pin(const void* begin, size_t size) {
   Locked locked(device().lock);
-  caches().pinned[static_cast<const char*>(begin)] = size;
+  auto page = [](const void* place) { return reinterpret_cast<uintptr_t>(place) / kPage; };
+  const char* first = static_cast<const char*>(begin);
+  auto next = caches().pinned.upper_bound(first);
+  if (next != caches().pinned.end() && page(next->first) <= page(first + size - 1)) return kAlreadyRegistered;
+  if (next != caches().pinned.begin()) {
+    const auto& [before, of_before] = *std::prev(next);
+    if (page(before + of_before - 1) >= page(first)) return kAlreadyRegistered;
+  }
+  caches().pinned[first] = size;
   device().order.add_block(begin, size, true);
+  return 0;
 }
 
-// Memory must not be unpinned while a copy may use it: counted as a write of the host, unless it only goes away with
-// whatever it was for.
-void unpin(const void* begin, bool is_checked) {
+// Memory must not be unpinned while a copy may use it: counted as a write of the host.
+int unpin(const void* begin) {
   auto& all = device();
   Locked locked(all.lock);
   auto found = caches().pinned.find(static_cast<const char*>(begin));
-  if (found == caches().pinned.end()) return;
-  if (is_checked) all.order.host_access({found->first, found->first + found->second}, true, "cudaHostUnregister");
+  if (found == caches().pinned.end()) return kNotRegistered;
+  all.order.host_access({found->first, found->first + found->second}, true, "cudaHostUnregister");
   all.streams.run_all();
   all.order.remove_block(begin);
   caches().pinned.erase(found);
   caches().pinned_uses.erase(static_cast<const char*>(begin));
+  return 0;
 }
 
 void Device::keep_pinned(const void* place, Mark until) {

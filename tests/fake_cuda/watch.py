@@ -29,7 +29,6 @@ def watch(native: Any) -> None:
         "gems.engine.transport.polling": _advance_in_waits,
         "gems.engine.transport.process_groups": lambda module: _watch_links(native, module.GroupLinks, "gloo"),
         "gems.engine.transport.staging": _with_small_pieces,
-        "gems.engine.activation_store.host_pool": lambda module: _watch_pinned_memory(native, module),
         "gems.engine.checkpoint.state": lambda module: _watch_checkpoint(native, module),
     }
     for name in watched.keys() & sys.modules.keys():
@@ -208,18 +207,6 @@ def _unreadable() -> int:
 def _with_small_pieces(module: ModuleType) -> None:
     """Let the small messages of tests travel in pieces too."""
     module.HostStaging.__init__.__defaults__ = (PIECE_BYTES,)
-
-
-def _watch_pinned_memory(native: Any, module: ModuleType) -> None:
-    """Let no late copy use memory of a pool that is gone: a GPU's host would keep it pinned."""
-    allocate = module.PinnedMemory.allocate
-
-    def watched(self: Any, num_bytes: int) -> Any:
-        buffer = allocate(self, num_bytes)
-        weakref.finalize(buffer, native.unpin, buffer.data_ptr(), False)
-        return buffer
-
-    module.PinnedMemory.allocate = watched
 
 
 def _watch_checkpoint(native: Any, module: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ ADVICE = "raise machine.host_bytes, or offload less: another memory= policy, or 
 
 
 class PinnedMemory:
-    """Pinned memory in whole pages, registered with CUDA.
+    """Pinned memory in whole pages, registered with CUDA until it is freed or this object is gone.
 
     torch's own pinned allocator rounds sizes up to powers of two, of which up to half is never used.
     """
@@ -25,6 +26,9 @@ class PinnedMemory:
         self._where = where
         self._cudart = torch.cuda.cudart() if cudart is None else cudart  # type: ignore[no-untyped-call]
         self._pinned_bytes = 0
+        # Pages must not be unmapped while they are registered: CUDA would refuse the next mapping at their address.
+        self._buffers: dict[int, Tensor] = {}
+        weakref.finalize(self, _unregister, self._cudart, self._buffers).atexit = False
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return a new pinned buffer.
@@ -39,18 +43,28 @@ class PinnedMemory:
             limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             is_unlimited = limit_bytes == resource.RLIM_INFINITY
             raise DoesNotFitError(
-                f"{self._where}: pinned host memory ({error})", self._pinned_bytes + num_bytes,
+                f"{self._where}: pinned host memory (CUDA's error {int(error)}: "
+                f"{self._cudart.cudaGetErrorString(error)})", self._pinned_bytes + num_bytes,
                 self._pinned_bytes if is_unlimited else limit_bytes,
                 "the system pins no more: raise `ulimit -l` (SLURM: PropagateResourceLimits), or the job's memory, "
                 "or offload less", "what may be pinned" if is_unlimited else "ulimit -l",
             )  # fmt: skip
         self._pinned_bytes += size
+        self._buffers[buffer.data_ptr()] = buffer
         return buffer
 
     def free(self, buffer: Tensor) -> None:
         """Unpin the buffer; its pages are freed with the last reference to it."""
+        del self._buffers[buffer.data_ptr()]
         self._cudart.cudaHostUnregister(buffer.data_ptr())
         self._pinned_bytes -= _whole_pages(buffer.nbytes)
+
+
+def _unregister(cudart: Any, buffers: dict[int, Tensor]) -> None:
+    if buffers and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # copies may be under way
+    for address in buffers:
+        cudart.cudaHostUnregister(address)
 
 
 class HostPool:
