@@ -233,7 +233,7 @@ CONTRARY = st.sampled_from(
         "memory=plan memory.target_reduction=0.99 machine.device_bytes=1",
         "memory=plan memory.limit_bytes=1", "machine.host_bytes=1 memory=vdnn_all", "data=folder",
         "data=folder data.path=/no/such",
-        "data=tokens", "model=gnmt", "model=gnmt data=tokens", "train.steps=1 benchmark.skip_steps=1",
+        "data=tokens", "model=gnmt", "model=gnmt data=tokens",
         "model.target=no_such_pkg.Net",
         "model.target=os.path", "model.target=math.pi", "model.kwargs.a=1", "model.path=/tmp",
         "cluster=mini cluster.nodes=3 parallel.partitions=2",

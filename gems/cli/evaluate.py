@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.overrides import check_overrides
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, RunSpec
+from gems.data import class_names, task_of
 from gems.errors import ConfigError
 from gems.launch.scratch_run import run_program
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import find_run
-from gems.utils.tables import name_values
+from gems.utils.tables import RIGHT, name_values, table
+from gems.utils.units import UNKNOWN
 
 EVALUATE = "gems.engine.evaluation.evaluate_run:evaluate_run"
 LAST, BEST, AVERAGE = "last", "best", "average"
@@ -32,9 +35,56 @@ def evaluate(words: Sequence[str], options: Options) -> int:
     if options.json:
         print_json({"run": str(path), "data": spec.data.name, **found})
     else:
-        rows = [(name.replace("_", " "), f"{value:.6g}") for name, value in found.items()]
-        print(name_values(rows, title=f"{path.name} on data={spec.data.name}"))
+        print(metric_tables(found, names_of_values(spec.data), title=f"{path.name} on data={spec.data.name}"))
     return 0
+
+
+def metric_tables(values: Mapping[str, Any], classes: Sequence[str], *, title: str) -> str:
+    """Return metrics for people: numbers by name, figures of each class as columns, and matrices by class."""
+    by_class = {name: value for name, value in values.items() if _is_list(value, len(classes))}
+    matrices = {name: rows for name, rows in by_class.items() if all(_is_list(row, len(classes)) for row in rows)}
+    columns = {name: of for name, of in by_class.items() if not any(isinstance(each, list) for each in of)}
+    rest = [(_words(name), _figure(value)) for name, value in values.items() if name not in matrices | columns]
+    parts = [name_values(rest, title=title)]
+    if columns:
+        heads = {"class": "", **{_words(name): RIGHT for name in columns}}
+        rows = [(name, *map(_figure, of)) for name, *of in zip(classes, *columns.values(), strict=True)]
+        parts.append(table(heads, rows, indent=2))
+    for name, matrix in matrices.items():
+        heads = {"class": "", **{label: RIGHT for label in _different(classes)}}
+        rows = [(label, *map(_figure, of)) for label, of in zip(classes, matrix, strict=True)]
+        parts.append(f"  {_words(name)}: a row for each true class, a column for each predicted one")
+        parts.append(table(heads, rows, indent=2))
+    return "\n".join(parts)
+
+
+def _is_list(value: object, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    """Return names of which none is equal to another one or to the head of the classes."""
+    found: list[str] = []
+    for number, name in enumerate(names):
+        found.append(f"{name} ({number})" if name in (*found, "class") else name)
+    return found
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _figure(value: object) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)
+
+
+def names_of_values(data: DataConfig) -> list[str]:
+    """Return a name for each class, label or value that a model of this task gives."""
+    if task_of(data) in ("multi_label", "regression") and len(data.label_columns) == data.num_classes:
+        return list(data.label_columns)
+    return class_names(data)
 
 
 def run_for_inference(words: Sequence[str], weights: str, verb: str) -> tuple[RunSpec, Path]:

@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli.evaluate import EVALUATE, LAST, read_run
+from gems.cli.evaluate import EVALUATE, LAST, names_of_values, read_run
 from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import DataConfig, RunSpec
-from gems.data import IMAGES, class_names, find_source, kind_of, open_dataset, task_of
+from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
 from gems.data.folder import files_below
 from gems.data.images import KEYS, MODES, ImageDataset, opened
 from gems.data.slide import SUFFIXES
@@ -129,13 +129,6 @@ def unlabelled(spec: RunSpec, listed: Path) -> DataConfig:
         return made
     mean, deviation = (part.ravel().tolist() for part in dataset.statistics())
     return replace(made, normalization="none", mean=mean, std=deviation)
-
-
-def names_of_values(data: DataConfig) -> list[str]:
-    """Return a name for each class, label or value that a model of this task gives."""
-    if task_of(data) in ("multi_label", "regression") and len(data.label_columns) == data.num_classes:
-        return list(data.label_columns)
-    return class_names(data)
 
 
 def make_folder(out: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from gems.config.checkpoint_schema import check_schema
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
-from gems.config.recipe import METRICS
+from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES
 from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, NCCL, ORDERED_TRANSPORTS, RunSpec
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
@@ -242,11 +244,36 @@ def _check_metrics(spec: RunSpec) -> None:
             raise ConfigError(key, options.get("name", name), one_of(METRICS), f"or give {key}.target")
 
 
+def check_metrics(spec: RunSpec, task: str) -> None:
+    """Check the metrics of a run and train.monitor against the task of its data.
+
+    Raises:
+        ConfigError: a metric that is none or for another task, or a monitor that validation gives no number of.
+    """
+    _check_metrics(spec)
+    figures, own = list(FIGURES_OF_TASK[task]), []
+    for name, options in spec.metrics.items():
+        kind = str(options.get("name", name))
+        if options.get("target"):
+            own.append(name)
+        elif task not in METRICS[kind]:
+            text = f"is for {' and '.join(METRICS[kind])}"
+            raise ConfigError(f"metrics.{name}", kind, text, f"data.task is {task}")
+        elif kind not in TABLES:
+            figures.append(kind)
+    monitor = spec.train.monitor
+    if monitor is None:
+        return
+    figure = monitor.removeprefix("validation_")
+    if figure not in figures and not any(figure == name or figure.startswith(f"{name}_") for name in own):
+        more = [name for name, tasks in METRICS.items() if task in tasks and name not in (*TABLES, *figures)]
+        advice = f"ask for another: metrics=[{','.join(more)}]" if more else "give one of them"
+        raise ConfigError("train.monitor", monitor, one_of([*figures, *own]), advice)
+
+
 def _check_train(spec: RunSpec) -> None:
     _check_metrics(spec)
-    train, resume, skipped = spec.train, spec.train.resume, spec.benchmark.skip_steps
-    if skipped >= train.steps:
-        raise ConfigError("benchmark.skip_steps", skipped, f"must be below train.steps={train.steps}")
+    train, resume = spec.train, spec.train.resume
     if train.validate_steps is not None and train.validate_epochs is not None:
         raise ConfigError("train.validate_epochs", train.validate_epochs, "excludes train.validate_steps", "give one")
     every = train.validate_steps or train.validate_epochs
@@ -260,15 +287,20 @@ def _check_train(spec: RunSpec) -> None:
         is_file = Path(train.initial_checkpoint).suffix in STATE_DICTS and Path(train.initial_checkpoint).is_file()
         if not is_file and not _has_any("train.initial_checkpoint", train.initial_checkpoint, weights):
             raise ConfigError(
-                "train.initial_checkpoint", train.initial_checkpoint, "holds no checkpoint (stage*.pt)",
+                "train.initial_checkpoint", train.initial_checkpoint,
+                "holds no checkpoint (stage*.pt)" if os.path.lexists(train.initial_checkpoint) else
+                "no such file or folder",
                 f"give a finished run's folder, or a state dict ({', '.join(STATE_DICTS)})",
             )  # fmt: skip
     manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")
-    if resume not in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE) and not _has_any("train.resume", resume, manifests):
+    if resume in (RESUME_AUTO, RESUME_NEVER, RESUME_FORCE):
+        return
+    if not _has_any("train.resume", resume, manifests):
         raise ConfigError(
             "train.resume", resume, "is neither auto nor never, nor a folder with a checkpoint (manifest.json)",
             "give the folder of a run that saved its state, or of one checkpoint",
         )  # fmt: skip
+    check_schema("train.resume", resume, Path(resume))
 
 
 def _has_any(key: str, folder: str, patterns: tuple[str, ...]) -> bool:

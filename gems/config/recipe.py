@@ -43,7 +43,20 @@ LR_SCHEDULERS = {
     "polynomial": "torch.optim.lr_scheduler.PolynomialLR",
     "step": "torch.optim.lr_scheduler.StepLR",
 }
-METRICS = ("auc", "balanced_accuracy", "confusion_matrix", "r2")  # beside those of the task
+_OF_CLASSES = ("classification", "segmentation")
+METRICS = {  # beside those of the task: the tasks that each is for
+    "auc": ("classification", "multi_label"),
+    "balanced_accuracy": _OF_CLASSES,
+    "confusion_matrix": _OF_CLASSES,
+    "r2": ("regression",),
+}
+FIGURES_OF_TASK = {  # numbers that validation gives without further metrics
+    "classification": ("loss", "accuracy", "majority"),
+    "multi_label": ("loss", "accuracy", "majority"),
+    "segmentation": ("loss", "accuracy", "majority", "dice", "dice_constant"),
+    "regression": ("loss", "mean_absolute_error", "mean_absolute_error_constant"),
+}
+TABLES = ("confusion_matrix",)  # metrics that are no number
 INTERVALS = ("step", "epoch")
 LOGGERS = ("tensorboard", "wandb", "mlflow")
 
@@ -99,4 +112,4 @@ class LrSchedulerConfig:
 class BenchmarkConfig:
     """What figures of speed count."""
 
-    skip_steps: int = number(2, "first steps, which no figure counts; fewer than train.steps", max=MAX_STEPS)
+    skip_steps: int = number(2, "first steps, which no figure counts", max=MAX_STEPS)

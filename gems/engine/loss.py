@@ -36,7 +36,7 @@ _BY_ELEMENT = (
 )  # fmt: skip
 _TENSORS = ("weight", "pos_weight")  # arguments of torch's losses that a configuration gives as lists
 _SAMPLES, _SIDE_PX = 4, 64  # of the probe
-_TOLERANCE = 1e-6  # a loss may compute in float32 whatever it is given
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # a loss may compute in float32 whatever it is given
 _REFUSAL = "cannot be summed over micro-batches"
 _ADVICE = "give it an argument `reduction` (mean or sum), or a method weight(labels) by which its mean is a sum"
 
@@ -185,14 +185,14 @@ class SummedLoss:
         self._task, self._data, self._like = task_of(data), data, like
         self._dtype = torch.float64 if dtype is torch.float64 else torch.float32
         self.loss = open_loss(config, self._task, self._dtype, device)
-        self._exact = self.loss
-        if self._dtype is not torch.float64:  # weights and the probe need more digits
-            self._exact = open_loss(config, self._task, torch.float64, device)
+        self._exact, self._exact_dtype = self.loss, self._dtype
         self.is_sum = self.loss.reduction == "sum"
         own = getattr(self.loss.function, "weight", None)
         self._own_weight = own if callable(own) and not isinstance(own, Tensor) else None
         self.is_constant = self._weighs_samples_equally()
-        self._probe(device)
+        self._check_sum(device)
+        if self._dtype is not torch.float64:
+            self._take_more_digits(config, device)
 
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch, summed over its labels and computed in float32 at least."""
@@ -252,13 +252,24 @@ class SummedLoss:
     def _ratio(self, labels: Tensor, like: Outputs, seed: int = 0) -> Tensor:
         """Return sum / mean on made-up outputs."""
         assert self._exact.summed is not None
-        labels = labels.double() if labels.is_floating_point() else labels
-        outputs = _made_up(like, len(labels), seed, labels.device)
+        labels = labels.to(self._exact_dtype) if labels.is_floating_point() else labels
+        outputs = _made_up(like, len(labels), seed, labels.device, self._exact_dtype)
         with torch.no_grad():
             part, known = self._exact.part(outputs), self._exact.known(labels)
             return self._exact.summed(part, known) / self._exact.function(part, known)
 
-    def _probe(self, device: torch.device) -> None:
+    def _take_more_digits(self, config: LossConfig, device: torch.device) -> None:
+        """Weigh labels in float64, and check the sum so, if the loss runs in it; its constants may be of float32."""
+        self._exact = open_loss(config, self._task, torch.float64, device)
+        self._exact_dtype = torch.float64
+        try:
+            self._check_sum(device)
+        except ConfigError as error:
+            if error.allowed.startswith(_REFUSAL):
+                raise
+            self._exact, self._exact_dtype = self.loss, self._dtype
+
+    def _check_sum(self, device: torch.device) -> None:
         """Compare made-up samples with two parts of them.
 
         Raises:
@@ -270,7 +281,8 @@ class SummedLoss:
                 "loss.kwargs", dict(self.loss.config.kwargs), "reduction=none gives no scalar", "use mean"
             )
         labels, like = self._made_up_labels(device)
-        outputs = _made_up(like, _SAMPLES, 0, device)
+        outputs = _made_up(like, _SAMPLES, 0, device, self._exact_dtype)
+        tolerance = _TOLERANCES[self._exact_dtype]
         found = []
         try:
             for part in (slice(None), slice(0, 1), slice(1, None)):
@@ -287,11 +299,11 @@ class SummedLoss:
             what = f"cannot take outputs of shape {shapes} and {labels.dtype} labels of shape {tuple(labels.shape)}"
             raise target_error(key, name, what.replace("torch.", ""), error) from error
         for whole, first, second in zip(*found, strict=True):
-            if not math.isclose(whole, first + second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+            if not math.isclose(whole, first + second, rel_tol=tolerance, abs_tol=tolerance):
                 why = f"{whole:.6g} of {_SAMPLES} samples, {first + second:.6g} of 1 and of the other {_SAMPLES - 1}"
                 raise ConfigError(key, name, f"{_REFUSAL} ({why})", _ADVICE)
         has_ratio = not self.is_sum and self._own_weight is None and exact.summed is not None
-        if has_ratio and not math.isclose(ratios[0], ratios[-1], rel_tol=_TOLERANCE):
+        if has_ratio and not math.isclose(ratios[0], ratios[-1], rel_tol=tolerance):
             raise ConfigError(key, name, f"{_REFUSAL}: its sum / mean depends on the outputs", _ADVICE)
 
     def _made_up_labels(self, device: torch.device) -> tuple[Tensor, Outputs]:
@@ -300,8 +312,8 @@ class SummedLoss:
         like = self._like
         shape: tuple[int, ...] = (_SAMPLES, data.num_classes)
         if self._task in ("multi_label", "regression"):
-            values = torch.rand(shape, generator=generator, dtype=torch.float64)
-            return (values.round() if self._task == "multi_label" else values).to(device), like
+            values = torch.rand(shape, generator=generator, dtype=torch.float64).to(device, self._exact_dtype)
+            return (values.round() if self._task == "multi_label" else values), like
         shape = (_SAMPLES,) if kind_of(data) == IMAGES else (_SAMPLES, data.length)
         if self._task == "segmentation":
             sides = data.height_px, data.width_px
@@ -322,7 +334,7 @@ def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, labels: Tensor) -> Ten
     return loss.weight.double()[labels[is_known]].sum()
 
 
-def _made_up(like: Outputs, num: int, seed: int, device: torch.device) -> Outputs:
+def _made_up(like: Outputs, num: int, seed: int, device: torch.device, dtype: torch.dtype) -> Outputs:
     """Return random outputs of `num` samples, which may be scores or probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -330,7 +342,7 @@ def _made_up(like: Outputs, num: int, seed: int, device: torch.device) -> Output
         shape = (num, *tensor.shape[1:])
         if not tensor.is_floating_point():
             return torch.zeros(shape, dtype=tensor.dtype, device=device)
-        return (0.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)).to(device)
+        return (0.05 + 0.9 * torch.rand(shape, generator=generator, dtype=torch.float64)).to(device, dtype)
 
     return map_tensors(make, like)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from gems.config.constraints import check_boundaries
+from gems.config.constraints import check_boundaries, check_metrics
 from gems.config.registries import RESOLVERS
 from gems.config.resolve import global_batch, resolve_counts
 from gems.config.schema import RunSpec, TrainConfig
@@ -37,6 +37,7 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
         able = [f"model={name}" for name, family in sorted(MODELS.items()) if task in family.tasks]
         text = f"model {spec.model.name} gives one score for each class of an image; {one_of(tasks)}"
         raise ConfigError("data.task", task, text, f"set {' or '.join([*able, 'model.target'])}")
+    check_metrics(spec, task)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     layers = layers_of(spec.model, spec.data)
     if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
+from gems.config.checkpoint_schema import check_schema
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
+from gems.config.training import RESUME_NEVER
 from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
@@ -52,6 +54,8 @@ def prepare(
     try:
         if folder.run_yaml.exists():
             _check_configuration(folder, spec)
+            if spec.train.resume != RESUME_NEVER and not folder.result_json.exists():
+                check_schema("train.resume", spec.train.resume, folder.path)
         own(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import gems
-from gems.cli.evaluate import run_for_inference, weights_folder
+from gems.cli.evaluate import metric_tables, run_for_inference, weights_folder
 from gems.cli.framework import Options
 from gems.cli.predict import predict
 from gems.config.compose import compose
@@ -94,6 +94,29 @@ def test_overrides_change_ranks_data_and_micro_batches(trained: Path) -> None:
     spec, _ = run_for_inference(words, "last", "evaluate")
     assert (spec.world_size, spec.parallel.micro_batches, spec.cluster.ranks_per_node) == (3, 6, 3)
     assert (spec.data.name, spec.data.height_px, spec.data.width_px) == ("tissue", 32, 16)
+
+
+@pytest.mark.cases
+def test_metrics_by_class_are_tables() -> None:
+    values = {
+        "validation_loss": 0.5, "validation_r2": None, "validation_dice_by_class": [0.25, None],
+        "validation_confusion_matrix": [[4, 1], [0, 12]], "validation_own": [1.0, 2.0, 3.0], "num_validation": 17,
+    }  # fmt: skip
+    assert metric_tables(values, ["benign", "tumour"], title="run on data=folder").splitlines() == [
+        "run on data=folder",
+        "  validation loss  0.5",
+        "  validation r2    -",
+        "  validation own   [1.0, 2.0, 3.0]",
+        "  num validation   17",
+        "  class   validation dice by class",
+        "  benign                      0.25",
+        "  tumour                         -",
+        "  validation confusion matrix: a row for each true class, a column for each predicted one",
+        "  class   benign  tumour",
+        "  benign       4       1",
+        "  tumour       0      12",
+    ]
+    assert "class (1)" in metric_tables({"a": [[1, 2], [3, 4]]}, ["x", "class"], title="")
 
 
 def probabilities(run: Path, images: torch.Tensor) -> list[list[float]]:

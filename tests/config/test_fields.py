@@ -30,6 +30,7 @@ def refusal(*words: str) -> str:
         ("cost.times=[[1]]", "cost.times[0]=[1]: must be a number"),
         ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be text"),
         ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
+        ("train.initial_checkpoint=/no/such", "train.initial_checkpoint=/no/such: no such file or folder; give a fin"),
         ("train.resume=/", "train.resume=/: is neither auto nor never, nor a folder with a checkpoint"),
         ("train.resume=''", "train.resume='': must be auto, force, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from mpi4py import MPI
 from safetensors.torch import load_file
 
+from gems.config.checkpoint_schema import MANIFEST_JSON
+from gems.config.compose import compose
+from gems.config.schema import ModelConfig
 from gems.engine.checkpoint.manifest import (
-    MANIFEST_JSON,
     Manifest,
     ShardFile,
     changed_code,
@@ -24,7 +28,11 @@ from gems.engine.checkpoint.manifest import (
     run_identity,
     write_shard,
 )
+from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.state import HostCopy
+from gems.engine.checkpoint.state_dict import read_state_dict
+from gems.errors import ConfigError
+from gems.runs.prepare import prepare
 from tests.engine.toys import make_spec
 
 TENSORS = {
@@ -122,3 +130,34 @@ def test_other_code_of_the_users_is_noticed() -> None:
     assert changed_code({"code": {"data.Tiles": "same"}}, mine) is None
     assert changed_code({}, mine) is None  # of a version that did not note it
     assert difference({"code": {"net.Net": "old"}}, mine) is None
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("inner", ["", "step00000004", "checkpoints/step00000004"])
+def test_a_checkpoint_of_another_schema_is_refused_when_the_run_is_composed(tmp_path, inner):
+    for step in ("step00000002", inner) if inner == "step00000004" else (inner,):
+        (tmp_path / step).mkdir(parents=True, exist_ok=True)
+        schema = "gems.checkpoint/1" if step == "step00000002" else "gems.checkpoint/9"
+        (tmp_path / step / MANIFEST_JSON).write_text(json.dumps({"schema": schema}))
+    with pytest.raises(ConfigError) as caught:
+        compose(["data=synthetic", f"train.resume={tmp_path}"])
+    assert str(caught.value).startswith(f"train.resume={tmp_path}: ") and "damaged" not in str(caught.value)
+    assert "is a checkpoint of schema gems.checkpoint/9, and this version of gems-train reads gems.checkpoint/1" in str(
+        caught.value
+    )
+    if inner != "step00000004":  # a folder of checkpoints is no source of weights
+        with pytest.raises(ConfigError, match=r"^train\.initial_checkpoint=.*of schema gems\.checkpoint/9"):
+            read_state_dict(tmp_path, ModelConfig())
+
+
+@pytest.mark.cases
+def test_the_runs_own_checkpoint_of_another_schema_is_refused_before_the_queue_and_by_its_ranks(tmp_path):
+    words = ["data=synthetic", "schedule=gpipe", "data.height_px=16", "data.width_px=16", f"runs_dir={tmp_path}"]
+    spec = compose(words)
+    folder = prepare(spec)
+    checkpoint_folder(folder.checkpoints, 3).mkdir(parents=True)
+    (checkpoint_folder(folder.checkpoints, 3) / MANIFEST_JSON).write_text('{"schema": "gems.checkpoint/9"}')
+    for refuse in (lambda: prepare(spec), lambda: find_start(spec, folder, MPI.COMM_SELF)):
+        with pytest.raises(ConfigError, match=r"^train\.resume=auto: .*step00000003 is a checkpoint of schema gems\."):
+            refuse()
+    prepare(compose([*words, "train.resume=never"]))

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from gems.config.compose import compose
+from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES, LossConfig
+from gems.config.schema import DataConfig
 from gems.engine.evaluation.chosen_metrics import open_metrics, roc_auc
-from gems.engine.metrics import Metric
+from gems.engine.loss import SummedLoss
+from gems.engine.metrics import Metric, compute, metrics_of
 from gems.errors import ConfigError
 
 torch.manual_seed(0)
@@ -61,6 +64,48 @@ def test_auc_of_several_classes_and_of_several_labels() -> None:
     found = measured({"auc": {}}, "multi_label", 2, outputs[:, :2], several)
     by_label = [area_by_pairs(outputs[:, k], several[:, k] > 0.5) for k in range(2)]
     assert found["auc"] == pytest.approx(sum(by_label) / 2, abs=1e-12)
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("task", FIGURES_OF_TASK)
+def test_figures_that_can_be_monitored_are_those_that_validation_gives(task: str) -> None:
+    """By task, without data: a number of each name, and of no other."""
+    data = DataConfig(target="a.B", task=task, num_classes=2, height_px=4, width_px=4)
+    like = torch.empty((2, 2, 4, 4) if task == "segmentation" else (2, 2), device="meta")
+    loss = SummedLoss(LossConfig(), data, torch.float32, torch.device("cpu"), like)
+    given = compute(metrics_of(task, 2, loss))
+    assert {f"validation_{name}" for name in FIGURES_OF_TASK[task]} == {
+        name for name, value in given.items() if isinstance(value, float)
+    }
+    chosen = {name: {} for name, tasks in METRICS.items() if task in tasks}
+    numbers = compute(open_metrics(chosen, task, 2))
+    assert {f"validation_{name}" for name in chosen if name not in TABLES} == {
+        name for name, value in numbers.items() if isinstance(value, float)
+    }
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train.monitor=f1 metrics=[auc]",
+         r"^train\.monitor=f1: allowed: loss, accuracy, majority, auc; ask for another: metrics=\[balanced_"),
+        ("train.monitor=auc", r"^train\.monitor=auc: allowed: loss, accuracy, majority; .*metrics=\[auc,balanced"),
+        ("train.monitor=confusion_matrix metrics=[confusion_matrix]", r"^train\.monitor=confusion_matrix: allowed:"),
+        ("metrics=[r2]", r"^metrics\.r2=r2: is for regression; data\.task is classification"),
+        ("train.monitor=f2 metrics.f1.target=a.F1", r"^train\.monitor=f2: allowed: loss, accuracy, majority, f1"),
+    ],
+)  # fmt: skip
+def test_a_monitor_that_validation_does_not_give_is_refused_at_composition(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose(["data=synthetic", *words.split()])
+
+
+@pytest.mark.cases
+def test_monitors_by_both_names_and_of_a_metric_of_ones_own() -> None:
+    own = ["metrics=[auc]", "metrics.f1.target=a.F1"]
+    for monitor in ("loss", "validation_loss", "auc", "f1", "f1_macro"):
+        assert compose(["data=synthetic", *own, f"train.monitor={monitor}"]).train.monitor == monitor
 
 
 def test_auc_without_positives_is_unknown() -> None:

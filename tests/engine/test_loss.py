@@ -184,3 +184,15 @@ def test_labels_that_are_all_ignored_leave_no_mean():
     assert weight({0: torch.full_like(labels, -1)}) == 0
     assert float(loss(outputs, torch.full_like(labels, -1))) == 0
     assert loss.mean(0.0, 0.0) != loss.mean(0.0, 0.0)
+
+
+@pytest.mark.cases
+def test_a_loss_is_tried_in_the_type_of_the_training():
+    outputs, labels = samples("classification")
+    loss = opened("classification", torch.float32, target=f"{OWN}.Costs")
+    expected = loss.loss.function(outputs.float(), labels) * len(labels)
+    assert float(loss(outputs.float(), labels)) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ConfigError, match=r"^loss\.target=.*own_losses\.py"):
+        opened("classification", torch.float32, target=f"{OWN}.Costs", kwargs={"dtype": "float64"})
+    with pytest.raises(ConfigError, match="cannot be summed over micro"):
+        opened("segmentation", torch.float32, target=f"{OWN}.batch_dice")

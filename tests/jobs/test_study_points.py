@@ -83,9 +83,9 @@ def test_a_study_is_no_part_of_a_runs_id() -> None:
         ([["train.stepz=3"]], [], r"^point 1 of study mine \(train.stepz=3\): train.stepz=3: .*train\.steps"),
         ([["parallel.micro_batches=0"]], [], r"^point 1 of .*: parallel\.micro_batches=0: must be 1 or more"),
         (
-            [[], ["train.steps=3"]],
-            ["benchmark.skip_steps=3"],
-            r"^point 2 of .*: benchmark\.skip_steps=3: must be below",
+            [[], ["train.patience=3"]],
+            ["train.validate_steps=3"],
+            r"^point 2 of .*: train\.patience=3: needs a metric to judge by",
         ),
         ([["schedule"]], [], r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value"),
     ],

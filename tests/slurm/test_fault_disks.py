@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gems.engine.checkpoint.manifest import MANIFEST_JSON, checkpoint_folders
+from gems.config.checkpoint_schema import MANIFEST_JSON
+from gems.engine.checkpoint.manifest import checkpoint_folders
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from tests.slurm.fault_runs import EMULATED, RUN, ended, last_steps

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.runs.provenance import own_code
@@ -32,8 +33,6 @@ from gems.utils.units import bytes_unit
 CHUNK_BYTES = 1 << 24
 ALIGN_BYTES = 8
 MARGIN_BYTES = 1 << 16  # of a checkpoint, for its manifest and the blocks of its files
-SCHEMA = "gems.checkpoint/1"
-MANIFEST_JSON = "manifest.json"
 DAMAGED = ".damaged"
 PREFIX = "step"
 CODE = "code"  # the hashes of the user's own code in an identity

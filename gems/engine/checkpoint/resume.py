@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gems.config.checkpoint_schema import MANIFEST_JSON, other_schema, schema_error
 from gems.config.schema import RunSpec
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.engine.checkpoint.manifest import (
     DAMAGED,
-    MANIFEST_JSON,
     Manifest,
     changed_code,
     checkpoint_folders,
@@ -126,7 +126,7 @@ def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Chec
     """Read and check checkpoints, the newest first, until one is complete; all ranks use what rank 0 sees.
 
     Raises:
-        ConfigError: there are some, and all are damaged.
+        ConfigError: there are some, and all are damaged, or the newest is of another version's schema.
     """
     candidates: list[Path] = []
     damaged: list[tuple[Path, str]] = []
@@ -135,6 +135,10 @@ def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Chec
         is_checkpoint = (folder / MANIFEST_JSON).exists()
         candidates = [folder] if is_checkpoint else checkpoint_folders(inner if inner.is_dir() else folder)
     candidates = broadcast(comm, candidates)
+    newest = candidates[0] if candidates else None
+    schema = broadcast(comm, (other_schema(newest) or "") if comm.rank == 0 else None)
+    if schema:
+        raise schema_error("train.resume", resume, candidates[0], schema)
     for candidate in candidates:
         manifest, damage = broadcast(comm, _read(candidate) if comm.rank == 0 else None)
         if manifest is not None:

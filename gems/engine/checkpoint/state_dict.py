@@ -17,9 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gems.config.checkpoint_schema import MANIFEST_JSON, check_schema
 from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
-from gems.engine.checkpoint.manifest import MANIFEST_JSON, Manifest, checkpoint_folders
+from gems.engine.checkpoint.manifest import Manifest, checkpoint_folders
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers
@@ -76,6 +77,7 @@ def _read_layers(path: Path) -> weights.Weights:
     if not saved or run.checkpoint.is_dir():
         return weights.load(path)
     layers: weights.Weights = {}
+    check_schema(KEY, path, saved[0])
     try:
         for file in Manifest.read(saved[0]).files:
             with safe_open(str(saved[0] / file.name), framework="pt") as shard:

@@ -37,10 +37,9 @@ def open_metrics(
         kind = options.get("name", name)
         if kind not in _BY_NAME:
             raise ConfigError(f"metrics.{name}", kind, one_of(METRICS), f"or give metrics.{name}.target")
-        tasks, make = _BY_NAME[kind]
-        if task not in tasks:
-            raise ConfigError(f"metrics.{name}", kind, f"is for {' and '.join(tasks)}", f"data.task is {task}")
-        made.append(make(num_classes, scores))
+        if task not in METRICS[kind]:
+            raise ConfigError(f"metrics.{name}", kind, f"is for {' and '.join(METRICS[kind])}", f"data.task is {task}")
+        made.append(_BY_NAME[kind](num_classes, scores))
     return made
 
 
@@ -201,10 +200,9 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int | float) or getattr(value, "ndim", None) == 0 else value
 
 
-_CLASSES = ("classification", "segmentation")
-_BY_NAME: dict[str, tuple[tuple[str, ...], Callable[[int, Scores], Metric]]] = {
-    "auc": (("classification", "multi_label"), Auc),
-    "balanced_accuracy": (_CLASSES, BalancedAccuracy),
-    "confusion_matrix": (_CLASSES, ConfusionMatrix),
-    "r2": (("regression",), R2),
+_BY_NAME: dict[str, Callable[[int, Scores], Metric]] = {
+    "auc": Auc,
+    "balanced_accuracy": BalancedAccuracy,
+    "confusion_matrix": ConfusionMatrix,
+    "r2": R2,
 }

@@ -1,13 +1,9 @@
-"""A user's network traced into a graph of its blocks, and divided into layers with the tensors that cross between them.
-
-The graph comes from symbolic tracing (Reed et al. 2022, arXiv 2112.08429) on torch's meta device. Only what is between
-blocks is traced; a block is called as it is, so anything may happen inside of it.
-"""
+"""A traced network divided into layers at its blocks, with the tensors that cross between them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import count, groupby, pairwise
@@ -15,235 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import TraceError
 
-from gems.errors import ConfigError
-from gems.models.imported.user_code import place_of_forward, refusal
-from gems.models.outputs import tensors_in
-
-TRACED_BATCH = 2
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_PLAIN = "a size or a value as a plain number (of a size only a block's own forward makes one)"
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A graph, the value that each of its nodes gave, which earlier nodes' values it changed in place, and its output.
-
-    `output` is what the network gives: a tensor, or tensors in tuples, lists and dicts.
-    """
-
-    graph: fx.Graph
-    values: dict[fx.Node, Any]
-    writes: dict[fx.Node, tuple[fx.Node, ...]]
-    output: Any
-
-    @property
-    def end(self) -> fx.Node:
-        """The node of the output."""
-        last: fx.Node = list(self.graph.nodes)[-1]
-        return last
-
-
-def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
-    """Trace a network on the meta device for images (channels, height, width), in the mode that it is in.
-
-    A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps of the graph.
-
-    Raises:
-        ConfigError: a step that cannot be traced or does not run, with its line, or an output without a tensor.
-    """
-    tracer = _Tracer(image)
-    try:
-        graph = tracer.trace(root)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if isinstance(error, TypeError) and _Value.__name__ in str(error):
-            error = TraceError(_PLAIN).with_traceback(error.__traceback__)
-        if isinstance(error, TraceError | NameError | NotImplementedError):
-            raise refusal(target, "cannot be cut into layers", error, why=str(error)) from error
-        what = f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
-        raise refusal(target, what, error) from error
-    end = next(node for node in graph.nodes if node.op == "output")
-    value = fx.node.map_arg(end.args[0], tracer.values.__getitem__)
-    if next(tensors_in(value), None) is None:
-        raise ConfigError(
-            "model.target", target,
-            f"its forward at {place_of_forward(root)} must give a tensor of scores, and gives {type(value).__name__}",
-        )  # fmt: skip
-    return Traced(graph, tracer.values, tracer.writes, value)
-
-
-def is_open(root: nn.Module, path: str) -> bool:
-    """Return whether a module's parts are layers by themselves; a module that is not open is a block.
-
-    Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other module that is such a
-    container of modules with modules of their own, or holds one directly (a list of lists of blocks, a backbone).
-    """
-    if not path:
-        return True
-    module = root.get_submodule(path)
-    if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
-        return False
-    if isinstance(module, _CONTAINERS):
-        is_plain = type(module).forward in (nn.Sequential.forward, nn.Module.forward)
-        return (is_plain and "." not in path) or _holds_blocks(module)
-    return any(isinstance(child, _CONTAINERS) and _holds_blocks(child) for child in module.children())
-
-
-def block_of(root: nn.Module, path: str) -> str:
-    """Return the path of the block that the module at `path` is, or is part of, or nothing where it is open."""
-    words = path.split(".")
-    blocks = (".".join(words[: end + 1]) for end in range(len(words)))
-    return next((block for block in blocks if not is_open(root, block)), "")
-
-
-def _holds_blocks(container: nn.Module) -> bool:
-    return any(next(child.children(), None) is not None for child in container.children())
-
-
-_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-
-
-class _Value(fx.Proxy):
-    """A traced value: it knows its length where it is a tuple or list, and what changes it in place stays in place.
-
-    A plain proxy makes a new tensor of `x += y`, which another name of x would not see.
-    """
-
-    def __len__(self) -> int:
-        value = self.tracer.values[self.node]  # type: ignore[attr-defined]
-        if isinstance(value, Tensor):
-            raise TraceError("the length of a tensor as a plain number")
-        return len(value)
-
-    def __int__(self) -> Any:
-        raise TraceError(_PLAIN)
-
-    __float__ = __int__
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-
-def _in_place(name: str) -> Callable[[_Value, Any], fx.Proxy]:
-    function = getattr(operator, f"i{name}")
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-for _name in _IN_PLACE:
-    setattr(_Value, f"__i{_name}__", _in_place(_name))
-
-
-class _Tracer(fx.Tracer):
-    """Runs each step on the meta device as it is recorded, so that shapes can decide, and records what it changed."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, image: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.values: dict[fx.Node, Any] = {}
-        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self._image = image
-        self._versions: dict[fx.Node, int] = {}
-        self._is_running = False
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not is_open(self.root, module_qualified_name)
-
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        return root_fn, [self.root, self.create_proxy("placeholder", "image", (), {})]
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
-
-    def create_proxy(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None = None,
-        type_expr: Any = None,
-        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
-    ) -> fx.Proxy:
-        made = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
-        self._evaluate(made.node)
-        return made
-
-    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(kind, *args, **kwargs)
-        # parameters among arguments, and named tuples, are made into nodes without a proxy
-        if kind == "get_attr" or isinstance(node.target, type):
-            self._evaluate(node)
-        return node
-
-    def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor) and not any(a is known for known in (*self.root.parameters(), *self.root.buffers())):
-            raise TraceError("a tensor that is no parameter, no registered buffer and not made of the image")
-        return super().create_arg(a)
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self._is_running else super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return attr_val if self._is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        value = self.values[obj.node]
-        if isinstance(value, Tensor):
-            raise TraceError("a choice by the values of a tensor (shapes and settings may choose)")
-        return bool(value)
-
-    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
-        value = self.values[obj.node]
-        if not isinstance(value, tuple | list):
-            return super().iter(obj)
-        return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
-
-    def _evaluate(self, node: fx.Node) -> None:
-        if node in self.values:
-            return
-        before, self._is_running = self._is_running, True
-        try:
-            with torch.no_grad(), torch.device("meta"):
-                self.values[node] = self._run(node)
-        finally:
-            self._is_running = before
-        # which values have changed; views of one storage count their changes together
-        if any(self._versions.get(other) != _version(self.values[other]) for other in node.all_input_nodes):
-            now = {other: _version(self.values[other]) for other in self._versions}
-            self.writes[node] = tuple(other for other in now if now[other] != self._versions[other])
-            self._versions = now
-        self._versions[node] = _version(self.values[node])
-
-    def _run(self, node: fx.Node) -> Any:
-        target: Any = node.target
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        if node.op == "placeholder":
-            return torch.empty((TRACED_BATCH, *self._image))
-        if node.op == "get_attr":
-            return operator.attrgetter(target)(self.root)
-        if node.op == "call_module":
-            return self.root.get_submodule(target)(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
-
-
-def _version(value: Any) -> int:
-    """Return how often the tensors in a value were changed in place."""
-    if isinstance(value, Tensor):
-        return value._version
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_version, value)) if isinstance(value, tuple | list) else 0
-
-
-Path = tuple[int, ...]
+from gems.models.imported.tracing import Path, Traced, block_of, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +135,8 @@ def _inseparable(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Nod
     """
     for node in nodes:
         here = layer_of[node]
-        leaves = [leaf for _, leaf in _leaves(traced.values[node])]
-        if not leaves or not all(isinstance(leaf, Tensor) or _is_size(leaf) for leaf in leaves):
+        parts = [leaf for _, leaf in leaves(traced.values[node])]
+        if not parts or not all(isinstance(part, Tensor) or _is_size(part) for part in parts):
             yield here, _last_use(node, layer_of)
         # values of layers before that this step changes in place and that its layer, or a later one, uses
         changed = [
@@ -410,26 +179,17 @@ def _titles(spans: Sequence[tuple[str, str]]) -> list[str]:
     return out
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what a value holds that is no tuple and no list, with its place."""
-    if isinstance(value, tuple | list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
-    else:
-        yield path, value
-
-
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
     """Return the names of the tensors that carry a value, with the place of each in it; None carries the sizes."""
-    leaves = list(_leaves(value))
+    parts = list(leaves(value))
     slots: list[tuple[str, Path | None]] = [
-        (".".join([node.name, *map(str, path)]), path) for path, leaf in leaves if isinstance(leaf, Tensor)
+        (".".join([node.name, *map(str, path)]), path) for path, leaf in parts if isinstance(leaf, Tensor)
     ]
-    return [*slots, *([(f"{node.name}.sizes", None)] if any(_is_size(leaf) for _, leaf in leaves) else [])]
+    return [*slots, *([(f"{node.name}.sizes", None)] if any(_is_size(leaf) for _, leaf in parts) else [])]
 
 
 def _take(graph: fx.Graph, whole: Any, path: Path) -> Any:
@@ -471,7 +231,7 @@ def _graph_of(
     like = next(iter(graph.nodes))  # a layer takes one tensor at least
     given: list[tuple[str, Any]] = []
     for node in after:
-        sizes = [_take(graph, copies[node], path) for path, leaf in _leaves(values[node]) if _is_size(leaf)]
+        sizes = [_take(graph, copies[node], path) for path, leaf in leaves(values[node]) if _is_size(leaf)]
         for name, path in _slots(node, values[node]):
             made = graph.call_function(_carrier, (like, *sizes)) if path is None else _take(graph, copies[node], path)
             given.append((name, made))
@@ -482,7 +242,7 @@ def _graph_of(
 
 def _rebuild(graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, is_changed: bool) -> Any:
     """Return a value made again of the tensors that carried it, copied first where the layer changes it in place."""
-    places = iter(range(sum(_is_size(leaf) for _, leaf in _leaves(value))))
+    places = iter(range(sum(_is_size(leaf) for _, leaf in leaves(value))))
 
     def build(part: Any, path: Path) -> Any:
         if isinstance(part, tuple | list):

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from gems.config.recipe import TASKS
 from gems.errors import ConfigError
 from gems.models.blocks.chain import adopt
-from gems.models.imported.division import Slice, divide, trace
+from gems.models.imported.division import Slice, divide
+from gems.models.imported.tracing import trace
 from gems.models.imported.user_code import construct, construct_on_meta, other_generators, refusal
 from gems.models.outputs import tensors_in
 from gems.utils.targets import answer

@@ -19,6 +19,7 @@ from gems.utils.targets import call_target, short_name, target_error
 
 CHANGED_NORMS = {"frozen_batch": freeze_batch_norms, "ghost_batch": ghost_batch_norms}
 _KEY = "model.target"
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def construct(target: str, kwargs: Mapping[str, Any], path: str | None, norm: str = "batch") -> nn.Module:
@@ -81,3 +82,27 @@ def place_of_forward(module: nn.Module) -> str:
     """Return "file:line" of a module's forward, or the class's name where it has no source."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return f"{short_name(code.co_filename)}:{code.co_firstlineno}" if code else type(module).__name__
+
+
+def check_inputs(module: nn.Module, target: str) -> None:
+    """Raise ConfigError if a module's forward does not take one batch of images and nothing else."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]
+    positional = [each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    if len(needed) > 1 or not positional or (needed and needed[0] != positional[0].name):
+        needs = ", ".join(needed) or "nothing"
+        raise ConfigError(
+            _KEY, target, f"its forward at {place_of_forward(module)} needs {needs}, and gets one batch of images",
+            "give what else it needs a default, or wrap it in a module whose forward takes the images alone",
+        )  # fmt: skip
+
+
+def check_momentum(module: nn.Module, target: str) -> None:
+    """Raise ConfigError if a batch norm in training averages its statistics over all batches so far."""
+    for name, layer in module.named_modules():
+        counts = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.momentum is None
+        if counts and layer.training and layer.track_running_stats:
+            raise ConfigError(
+                _KEY, target, f"layer {name} has momentum=None, an average over all batches, whose number must be read "
+                "in each forward", "give it a momentum such as 0.1, or set model.norm=frozen_batch",
+            )  # fmt: skip
