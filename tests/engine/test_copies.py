@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gems.engine.activation_store.copies import CpuCopier, CudaCopier, as_bytes
 from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
@@ -32,6 +33,33 @@ def test_on_a_processor_a_copy_is_over_when_it_is_posted():
     assert [storage.nbytes() for storage in again] == list(SIZES)
     assert all(torch.equal(as_bytes(got), want) for got, want in zip(again, wanted, strict=True))
     assert not {s.data_ptr() for s in again} & {b.data_ptr() for b in buffers}, "the arenas are two"
+
+
+class OnStreams(TorchDispatchMode):
+    """Notes which operations on tensors of a GPU run on another stream than the default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        is_aside = torch.cuda.current_stream() != torch.cuda.default_stream()
+        if is_aside and any(isinstance(each, torch.Tensor) and each.is_cuda for each in (*args, made)):
+            self.names.add(func.overloadpacket.__name__)
+        return made
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_streams_of_copies_do_nothing_else():
+    """torch's sanitizer takes `set_` for a write, and so for a race."""
+    pool, copies = HostPool(PinnedMemory("rank 0"), "rank 0"), CudaCopier(torch.device("cuda", 0))
+    pairs = [(storage, pool.borrow(storage.nbytes())) for storage in storages("cuda")]
+    with OnStreams() as ran:
+        copies.wait(copies.copy_out(pairs))
+        copies.copy_in([(buffer, buffer.nbytes) for _, buffer in pairs])
+    assert ran.names == {"copy_"}
+    copies.synchronize()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

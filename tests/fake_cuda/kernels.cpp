@@ -95,6 +95,17 @@ void run_on_host(const c10::OperatorHandle& op, Stack& stack, std::optional<uint
   const_cast<at::Generator&>(generator).set_state(state);
 }
 
+const std::set<std::string> kWithWorkspace{
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_overrideable", "convolution_backward",
+    "convolution_backward_overrideable"};
+constexpr size_t kWorkspaceBytes = 1 << 20;
+
+// As cuBLAS and cuDNN, whose workspaces come from the allocator with the first use on a stream, and stay.
+void take_workspace(int slot) {
+  static auto* taken = new std::map<int, c10::DataPtr>;
+  if (!taken->count(slot)) taken->emplace(slot, device_allocator()->allocate(kWorkspaceBytes));
+}
+
 // One operation: its tensors on the device, and the same as the processor sees them.
 class Call {
  public:
@@ -165,6 +176,7 @@ class Call {
     const int slot = current_slot();
     all.order.begin_work(slot);
     all.counts["kernels"]++;
+    if (kWithWorkspace.count(name_)) take_workspace(slot);
     for (const Pair& pair : pairs_) all.order.access(slot, bytes_of(pair.device), pair.writes, name_);
     return slot;
   }

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from gems.autograd.kernels import choose_kernels
+from gems.config.schema import MachineConfig
 from gems.engine.transport.mpi import Comm, Transport, abort, meet, world
 from gems.utils.logs import set_up_rank_logging
+from tests.device import ON_GPU
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -30,6 +34,14 @@ def comm() -> Comm:
 @pytest.fixture(scope="session")
 def control(comm: Comm) -> Transport:
     return Transport(comm, hang_timeout_s=200, sleep_s=0.002)  # idle ranks leave the cores to others
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_bits_each_time() -> None:
+    """Let a GPU compute as with machine.deterministic=true; what has no such kernel is warned of."""
+    if ON_GPU:
+        choose_kernels(MachineConfig(deterministic=True))
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @pytest.fixture(autouse=True)

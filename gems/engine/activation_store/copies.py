@@ -68,12 +68,14 @@ class CudaCopier:
 
     def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
         """Post copies of storages to pinned buffers, after the compute that was posted before."""
+        # torch's sanitizer takes making a view for a write, which on the copies' stream would race with compute
+        views = [as_bytes(storage) for storage, _ in pairs]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         start, end = self._event(), self._event()
         start.record(self._out)
         with torch.cuda.stream(self._out):
-            for storage, buffer in pairs:
-                buffer[: storage.nbytes()].copy_(as_bytes(storage), non_blocking=True)
+            for view, (_, buffer) in zip(views, pairs, strict=True):
+                buffer[: view.numel()].copy_(view, non_blocking=True)
         end.record(self._out)
         memory = tuple(storage for storage, _ in pairs)
         return Copy(start, end, _num_bytes(memory), memory)

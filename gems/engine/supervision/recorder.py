@@ -57,7 +57,8 @@ class Recorder:
     event of known time.
 
     Attributes:
-        memory: bytes counted on the device; events on a GPU show those in use by torch's allocator instead.
+        memory: bytes counted on the device, which events show; torch's allocator also has workspaces of libraries, and
+            its peaks are attributes of the rank's part of the trace.
         weights: of these the parameters, their gradients, and buffers.
         optimizer: the optimizer's state.
     """
@@ -134,7 +135,7 @@ class Recorder:
     def span(self, action: Action, stream: int, start: Timestamp, end: Timestamp, moved_bytes: int = 0) -> None:
         """Record an action between two timestamps; those of a GPU, which it may not have reached yet, with the step."""
         if self.is_on:
-            row = (action, stream, start, end, moved_bytes, self._device_bytes(), self._host_bytes)
+            row = (action, stream, start, end, moved_bytes, self.memory.held_bytes, self._host_bytes)
             if isinstance(start, int):
                 self._write(*row)
             else:
@@ -145,7 +146,7 @@ class Recorder:
         if self._part is not None and self.is_on:
             stage, direction = (-1, 0) if read is None else (read.stage, read.direction)
             micro_batch = -1 if read is None or read.micro_batch is None else read.micro_batch
-            held = (self._device_bytes(), self._host_bytes)
+            held = (self.memory.held_bytes, self._host_bytes)
             place = (_CODES["INPUT"], stage, -1, direction, micro_batch, COMPUTE)
             self._part.add("events", (self._part.rank, step, *place, start_ns, end_ns, 0, *held))
 
@@ -165,9 +166,6 @@ class Recorder:
             -1 if micro_batch is None else micro_batch, stream,
         )  # fmt: skip
         self._part.add("events", (self._part.rank, self.step, *place, start_ns, end_ns, *counted))
-
-    def _device_bytes(self) -> int:
-        return self.memory.held_bytes if self._cuda is None else int(self._cuda.memory_allocated(self._device))
 
     def _ns(self, timestamp: Timestamp) -> int:
         assert self._base is not None
