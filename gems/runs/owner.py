@@ -33,6 +33,7 @@ UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")  # of a run that h
 FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
 CLOCKS_S = 5.0  # by which clocks of nodes may differ
 TRIES = 5
+CLUSTER_VARIABLE = "GEMS_JOB_CLUSTER"  # of a job of SLURM's that is on a chosen cluster
 FLUX_VARIABLE = "FLUX_ENCLOSING_ID"  # the job that has the Flux instance of a batch script
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -81,16 +82,19 @@ Verify = Callable[[RunFolder, Owner], None]
 
 
 def own_job_id() -> str | None:
-    """Return the ID of the job that this process is in, as 41_7 in a job array of SLURM's; None outside of one.
+    """Return the ID of the job that this process is in, as 41_7@serial in a job array of SLURM's; None outside of one.
 
-    A Flux instance may run in a job of another system, and not the other way round.
+    The cluster is named if the submission has chosen it. A Flux instance may run in a job of another system, and not
+    the other way round.
     """
     if flux_id := os.environ.get(FLUX_VARIABLE):
         return ascii_flux_id(flux_id)
     if pbs_id := os.environ.get("PBS_JOBID"):
         return pbs_id
     task = [os.environ.get(name) for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
-    return "_".join(map(str, task)) if all(task) else os.environ.get("SLURM_JOB_ID")
+    number = "_".join(map(str, task)) if all(task) else os.environ.get("SLURM_JOB_ID")
+    cluster = os.environ.get(CLUSTER_VARIABLE)
+    return f"{number}@{cluster}" if number and cluster else number
 
 
 def ascii_flux_id(text: str) -> str:

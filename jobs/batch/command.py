@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class CommandResult:
         if self.error is not None:
             raise self.error
         return self.stdout
+
+
+def user_name(command: str) -> str:
+    """Return the name of this user, which a command needs; raise SchedulerUnavailableError if there is none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        raise SchedulerUnavailableError(command, f"needs a name, and user {os.getuid()} has none here") from None
 
 
 def run_command(

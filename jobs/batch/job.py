@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from gems.errors import TryLaterError
 
 PENDING = ("PENDING", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
-ACTIVE = (
-    *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
-)  # fmt: skip
+SUSPENDED = ("SUSPENDED", "STOPPED")
+ACTIVE = (*PENDING, *STARTING, *SUSPENDED, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT")
 OVER = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
@@ -45,8 +46,8 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job waits or runs."""
-        return self.state in ACTIVE
+        """Whether the job waits or runs, as it does in a state that this version does not know."""
+        return self.state not in OVER
 
     def describe(self) -> str:
         """Describe what is known of the job in one line."""
@@ -73,8 +74,30 @@ class ListedJob:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job waits or runs."""
-        return self.state in ACTIVE
+        """Whether the job waits or runs, as it does in a state that this version does not know."""
+        return self.state not in OVER
+
+
+class JobId(NamedTuple):
+    """The parts of a job's ID: of 41_7@serial the number in its cluster, the task of an array, and the cluster."""
+
+    number: str
+    task: str = ""
+    cluster: str = ""
+
+    @classmethod
+    def parse(cls, job_id: str) -> JobId:
+        """Take an ID apart; one that is not SLURM's is a number as a whole."""
+        found = re.fullmatch(r"([0-9]+)(?:_([0-9]+))?(?:@(.+))?", job_id)
+        return cls(job_id) if found is None else cls(*found.groups(default=""))
+
+    @property
+    def local(self) -> str:
+        """The ID as its own cluster has it."""
+        return "_".join(filter(None, (self.number, self.task)))
+
+    def __str__(self) -> str:
+        return "@".join(filter(None, (self.local, self.cluster)))
 
 
 class UnclearSubmissionError(TryLaterError):
@@ -94,6 +117,7 @@ def pickle_path(logs: Path, token: str) -> Path:
 def name_submission(logs: Path, token: str, job_id: str) -> None:
     """Give the files of a submission the names by which the job looks for them; what has its name keeps it."""
     script, pickle = script_path(logs, token), pickle_path(logs, token)
+    job_id = JobId.parse(job_id).local  # all that the job itself knows
     named = logs / f"{job_id}_submission.sh"
     with contextlib.suppress(FileNotFoundError):  # of an array the logs of each run have one, and no script
         pickle.rename(logs / f"{job_id}_submitted.pkl")

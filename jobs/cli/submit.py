@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -121,6 +122,9 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     folder = RunFolder.of(spec)
     argv = command(job, folder)
     script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder) if job.is_batch else None
+    notes = SCHEDULERS[spec.cluster.scheduler].notes(script) if script is not None else []
+    for note in notes:
+        report("jobs", note)
     checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec.cluster)))
     if options.json:
         names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
@@ -139,8 +143,29 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     report("jobs", f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
+def _finished(spec: RunSpec) -> RunFolder | None:
+    """Return the folder of a run that has finished with this very configuration; None if there is something to do."""
+    folder = RunFolder.of(spec)
+    with contextlib.suppress(ConfigError, OSError):
+        status = folder.read_status()
+        is_same = status.get("state") == "finished" and folder.read_own_spec().train == spec.train
+        return folder if is_same and not status.get("exit_code") else None
+    return None
+
+
+def _show_finished(folder: RunFolder, options: Options) -> int:
+    if options.json:
+        print_json({**folder.read_status(), "run_folder": str(folder.path)})
+    name = shlex.quote(folder.path.name)
+    again = f"`jobs resubmit {name} {FORCE}` runs it again"
+    report("jobs", f"{name} has finished, and nothing is submitted; {again}")
+    return 0
+
+
 def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
     is_sure, is_forced = YES in options.flags, FORCE in options.flags
+    if (finished := _finished(spec)) is not None:
+        return _show_finished(finished, options)
     submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
     if submitted is None:
         return 1

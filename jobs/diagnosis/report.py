@@ -35,7 +35,7 @@ SHOWN = ("source", "cause", "text", "is_consequence")  # of a finding
 MAX_CONSEQUENCES, CONSEQUENCE_CHARS = 3, 120
 RUN_STATE_CAUSES = {
     "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
-    "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
+    "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING, "suspended": FailureCause.RUNNING,
     **dict.fromkeys(("requeued", "prepared", "submitting", "submitted", "pending", "starting"), FailureCause.WAITING),
 }  # fmt: skip
 # The causes of findings without a time, the most specific first. The scheduler's orders come last among what is

@@ -15,9 +15,10 @@ from typing import Self
 from gems.errors import SIGNAL_BASE, GemsError, TryLaterError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
-from gems.runs.owner import Owner, own_job_id, read_owner, take
+from gems.runs.owner import CLUSTER_VARIABLE, Owner, own_job_id, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
+from jobs.batch.job import JobId
 from jobs.batch.resources import TOKEN_VARIABLE
 from jobs.launch.elastic import Recovery
 from jobs.launch.launch import StopRequest, launch
@@ -45,7 +46,7 @@ class BatchJob:
         return replace(self, token=token)
 
     def __call__(self) -> None:
-        """Run the job; one of several runs is skipped after a requeue if it has finished.
+        """Run the job; a run that has finished is left as it is when SLURM starts the job again.
 
         Raises:
             SystemExit: with the worst of the runs' exit codes unless it is 0. submitit keeps other exceptions in a
@@ -53,8 +54,9 @@ class BatchJob:
         """
         worst = 0
         for folder in (RunFolder(Path(path)) for path in self.run_folders):
-            status = folder.read_status() if len(self.run_folders) > 1 else {}
-            if status.get("state") == "finished" and status.get("job_id") == own_job_id():
+            _adopt_cluster(folder)
+            if _has_finished(folder):
+                report("jobs", f"run {folder.path.name} has finished: nothing is left to do")
                 continue
             with StopRequest() as request:  # from here on: submitit's own handler of SIGUSR2 would end the job
                 code = run_prepared(folder, request, self.token)
@@ -63,6 +65,14 @@ class BatchJob:
                 break
         if worst:
             raise SystemExit(worst)
+
+
+def _has_finished(folder: RunFolder) -> bool:
+    """Return whether this job itself has finished a run before; what is wrong with the folder is reported later."""
+    with contextlib.suppress(GemsError, OSError):
+        status = folder.read_status()
+        return status.get("state") == "finished" and status.get("job_id") == own_job_id()
+    return False
 
 
 def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
@@ -105,9 +115,23 @@ def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -
     """Wait until the submitting process has recorded this job: it would write "submitted" over a later state."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
-    own = own_job_id()
-    while own not in (folder.read_status().get("job_id"), *read_chain(folder)) and time.monotonic() < deadline_s:
+    while not _is_recorded(folder) and time.monotonic() < deadline_s:
         pause.wait(POLL_S)
+
+
+def _is_recorded(folder: RunFolder) -> bool:
+    _adopt_cluster(folder)
+    return own_job_id() in (folder.read_status().get("job_id"), *read_chain(folder))
+
+
+def _adopt_cluster(folder: RunFolder) -> None:
+    """Take the cluster with which the submission recorded this job: sbatch may have named one that nobody chose."""
+    own, recorded = own_job_id(), list(read_chain(folder))
+    with contextlib.suppress(GemsError, OSError):
+        recorded.append(str(folder.read_status().get("job_id")))
+    for job_id in map(JobId.parse, recorded):
+        if job_id.cluster and own is not None and job_id.local == JobId.parse(own).local:
+            os.environ[CLUSTER_VARIABLE] = job_id.cluster
 
 
 def _other_owner(folder: RunFolder, token: str) -> Owner | None:

@@ -17,6 +17,7 @@ from gems.errors import GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id
 from gems.utils.stdio import report
+from jobs.batch.job import JobId
 from jobs.launch.batch import BatchJob
 from jobs.launch.elastic import DEPUTY_LOG as LOG
 from jobs.launch.elastic import Recovery
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
         report("jobs", f"the batch script's node {batch_node} is lost; the run does not go on: {error}")
         return 1
     finally:
-        cancel_jobs([own_job_id() or ""])
+        cancel_jobs([JobId.parse(own_job_id() or "").local])
     return 0
 
 

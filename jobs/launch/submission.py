@@ -62,7 +62,10 @@ def submit_run(
         job = replace(job_spec(run), after=job.after)
         report("jobs", f"{layout[1]}: the run starts by {describe_layout(run)}")
     make_plan = plan if layout is None else lambda: layout[0]
-    checks = passed(preflight(run, job, scheduler.script(run, job, folder), make_plan))
+    script = scheduler.script(run, job, folder)
+    for note in scheduler.notes(script):
+        report("jobs", note)
+    checks = passed(preflight(run, job, script, make_plan))
     if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
         report("jobs", "nothing is submitted")
         return None

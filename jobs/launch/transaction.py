@@ -15,9 +15,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
-from jobs.batch.job import UnclearSubmissionError, name_submission
+from jobs.batch.job import JobId, UnclearSubmissionError, name_submission
 from jobs.batch.resources import JobSpec, Work
-from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.scheduler import SCHEDULERS, place
 from jobs.status.ownership import record_submission
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -111,7 +111,7 @@ def submit_owned(
     taken = [(folder, owner, task_of[str(folder.path)]) for folder, owner in ownership.taken]
     where = {
         "token": token,
-        "scheduler": spec.cluster.scheduler,
+        "scheduler": place(spec.cluster),
         "host": os.uname().nodename,
         "pid": pid,
         "pid_started": start_time(pid),
@@ -129,7 +129,8 @@ def submit_owned(
             number = SCHEDULERS[spec.cluster.scheduler].submit(
                 spec, job, home, [work.with_token(token) for work in works], token
             )
-            job_ids = [f"{number}_{task}" for task in range(len(works))] if is_array else [number]
+            tasks = map(str, range(len(works))) if is_array else ("",)
+            job_ids = [str(JobId.parse(number)._replace(task=task)) for task in tasks]
             name_submission(home.logs, token, number)
             for first, job_id in zip(firsts, job_ids, strict=True):
                 name_submission(first.logs, token, job_id)

@@ -122,7 +122,7 @@ class ByCommands(Scheduler):
         kind, text = TryLaterError if is_full else ConfigError, f"{self.program} refuses the job: {reason}"
         return kind("cluster", cluster.name, text, "see cluster.partition, cluster.account and cluster.minutes")
 
-    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
         """Find the jobs of submissions by their tokens, of a token an active job if there is any."""
         wanted = set(tokens)
         found = sorted(self.fetch(), key=lambda each: each.job.is_active)

@@ -7,8 +7,6 @@ run that is to continue is submitted as a new job; PBS itself reruns a job whose
 from __future__ import annotations
 
 import contextlib
-import os
-import pwd
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -18,7 +16,7 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_command
+from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_command, user_name
 from jobs.batch.job import Job
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
 from jobs.batch.script import free_options
@@ -110,7 +108,7 @@ class Pbs(ByCommands):
     def fetch(self, job_ids: Sequence[str] | None = None, limit_s: float | None = None) -> list[FoundJob]:
         """Return jobs by qstat, those that have ended too if PBS keeps a history."""
         if job_ids is None:
-            result = _with_history(["qselect"], ["-u", pwd.getpwuid(os.getuid()).pw_name], limit_s)
+            result = _with_history(["qselect"], ["-u", user_name("qselect")], limit_s)
             listed = result.check().split()
             if wrong := [word for word in listed if not re.match(r"[0-9]+(\[[0-9]*\])?\.", word)]:
                 raise SchedulerUnavailableError("qselect", f"printed {wrong[0][:80]!r}, which is no job")

@@ -1,6 +1,6 @@
 """The interface of a batch system, and the questions about jobs that go to the system of each job.
 
-The form of a job's ID tells its system: 41 and 41_7 are SLURM's, 41.server is PBS Pro's, f2kPq7 is Flux's.
+The form of a job's ID tells its system: 41, 41_7 and 41_7@serial are SLURM's, 41.server is PBS Pro's, f2kPq7 is Flux's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from gems.config import registries
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
@@ -58,8 +58,16 @@ class Scheduler(ABC):
     def submit(self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
         """Submit prepared runs and return the job's ID; raises as `jobs.slurm.executor.submit_job`."""
 
+    def clusters(self, cluster: ClusterConfig) -> str:
+        """Return the clusters, separated by commas, of which one gets a job; empty for the default one."""
+        return ""
+
+    def notes(self, script: str) -> list[str]:
+        """Return what a user should know of a script's submission, a line each."""
+        return []
+
     @abstractmethod
-    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
         """Find the jobs of submissions among this user's, by token; raise SchedulerError if there is no list."""
 
     @abstractmethod
@@ -128,6 +136,17 @@ def scheduler_of(job_id: object) -> Scheduler | None:
     return next((each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None)
 
 
+def place(cluster: ClusterConfig) -> str:
+    """Return the system that gets a run's job, with its clusters if they are not the default one: slurm@serial."""
+    return "@".join(filter(None, (cluster.scheduler, SCHEDULERS[cluster.scheduler].clusters(cluster))))
+
+
+def scheduler_at(at: str) -> Scheduler | None:
+    """Return the system of a `place`; None if it is not known here."""
+    found: Scheduler | None = SCHEDULERS.get(at.partition("@")[0])
+    return found
+
+
 def is_job_id(value: object) -> bool:
     """Return whether a value from a file names a job."""
     return scheduler_of(value) is not None
@@ -161,15 +180,15 @@ def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
 
 
 def find_submitted(tokens: Mapping[str, str]) -> dict[str, ListedJob]:
-    """Find the jobs of submissions, each token with the name of its system; raises as `Scheduler.find_submitted`."""
-    by_name: defaultdict[str, list[str]] = defaultdict(list)
-    for token, name in tokens.items():
-        by_name[name].append(token)
+    """Find the jobs of submissions, each token with its `place`; raises as `Scheduler.find_submitted`."""
+    by_place: defaultdict[str, list[str]] = defaultdict(list)
+    for token, at in tokens.items():
+        by_place[at].append(token)
     found: dict[str, ListedJob] = {}
-    for name, own in by_name.items():
-        if (system := SCHEDULERS.get(name)) is None:
-            raise SchedulerError(name, "is no scheduler that is known here")
-        found |= system.find_submitted(own)
+    for at, own in by_place.items():
+        if (system := scheduler_at(at)) is None:
+            raise SchedulerError(at, "is no scheduler that is known here")
+        found |= system.find_submitted(own, at.partition("@")[2])
     return found
 
 

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.runs.folder import RunFolder
 from jobs.batch.command import run_command
-from jobs.batch.job import Job, JobQuery, ListedJob
+from jobs.batch.job import Job, JobId, JobQuery, ListedJob
 from jobs.batch.resources import JobSpec, Work
 from jobs.schedulers.scheduler import SCHEDULERS, Scheduler
+from jobs.slurm import environment as slurm_environment
 from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm import site
 from jobs.slurm.jobs import SACCT, SCONTROL, SQUEUE
@@ -27,7 +28,7 @@ class Slurm(Scheduler):
 
     name, title, program, queue_program = "slurm", "SLURM", "sbatch", SQUEUE
     cancel_program = "scancel"
-    job_id_form = re.compile(slurm_jobs.JOB_NUMBER)
+    job_id_form = re.compile(slurm_jobs.JOB_ID)
     has_arrays = has_site_checks = True
 
     def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
@@ -42,14 +43,25 @@ class Slurm(Scheduler):
 
         return submit_job(spec, job, folder, works, token)
 
-    def find_submitted(self, tokens: Iterable[str]) -> dict[str, ListedJob]:
+    def clusters(self, cluster: ClusterConfig) -> str:
+        """Return what `cluster.sbatch.clusters` or the user's environment chooses."""
+        return slurm_environment.clusters(cluster)
+
+    def notes(self, script: str) -> list[str]:
+        """Name the variables of the user's that sbatch gets, and those that it does not."""
+        return slurm_environment.notes(script)
+
+    def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
         """Find the jobs of submissions by the names of their batch scripts."""
-        return slurm_jobs.find_submitted(tokens)
+        return slurm_jobs.find_submitted(tokens, clusters)
 
     def list_jobs(self, job_ids: Iterable[str]) -> list[ListedJob]:
         """List jobs by squeue; arrays are asked for as a whole."""
-        wholes = sorted({job_id.partition("_")[0] for job_id in job_ids}, key=int)
-        return slurm_jobs.list_jobs(f"--jobs={','.join(wholes)}")
+        found = []
+        for cluster, numbers in slurm_jobs.by_cluster(job_ids).items():
+            wholes = dict.fromkeys(JobId.parse(number).number for number in numbers)
+            found += slurm_jobs.list_jobs(f"--jobs={','.join(wholes)}", cluster)
+        return found
 
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
         """Query squeue."""
@@ -65,7 +77,8 @@ class Slurm(Scheduler):
 
     def own_job(self, job_id: str, limit_s: float) -> Job | None:
         """Query scontrol."""
-        return slurm_jobs.query_jobs([job_id], SCONTROL, limit_s=limit_s).jobs.get(job_id)
+        local = JobId.parse(job_id).local  # in its own cluster, which is the default there
+        return slurm_jobs.query_jobs([local], SCONTROL, limit_s=limit_s).jobs.get(local)
 
     def cancel(self, job_ids: Sequence[str]) -> str | None:
         """Cancel jobs by one scancel."""
@@ -85,7 +98,7 @@ class Slurm(Scheduler):
 
     def requeue(self, job_id: str) -> str | None:
         """Call `scontrol requeue`."""
-        error = run_command(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
+        error = run_command(["scontrol", "requeue", JobId.parse(job_id).local], limit_s=REQUEUE_LIMIT_S).error
         return None if error is None else str(error)
 
     def kill_cause(self, text: str) -> str | None:
@@ -96,7 +109,7 @@ class Slurm(Scheduler):
 
     def record(self, job_id: str) -> dict[str, Any] | None:
         """Return the fields of `scontrol show job` except personal ones."""
-        result = run_command(["scontrol", "--oneliner", "show", "job", job_id])
+        result = run_command(["scontrol", "--oneliner", "show", "job", JobId.parse(job_id).local])
         if result.error is not None:
             return None
         fields = slurm_jobs.scontrol_fields(result.lines)
@@ -104,7 +117,8 @@ class Slurm(Scheduler):
 
     def record_steps(self, job_id: str) -> list[dict[str, str]] | None:
         """Return sacct's steps, if the site has accounting."""
-        words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
+        chosen = f"--jobs={JobId.parse(job_id).local}"
+        words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", chosen]
         result = run_command(["sacct", *words])
         steps = [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in result.lines]
         return None if result.error else steps or None

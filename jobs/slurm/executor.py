@@ -27,22 +27,20 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
-from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
+from gems.runs.owner import CLUSTER_VARIABLE
 from gems.utils.run_module import RUN_MODULE
-from jobs.batch.job import UnclearSubmissionError, pickle_path, script_path
+from jobs.batch.job import JobId, UnclearSubmissionError, pickle_path, script_path
 from jobs.batch.resources import JobSpec, Work
 from jobs.batch.script import call_submit, check_path, export_lines, free_options, module_lines, report_short_job
+from jobs.slurm.environment import OWN_KEYS, clusters, submission_environment
 from jobs.slurm.jobs import find_submitted
 from jobs.slurm.limits import refusal
 
-OWN_KEYS = {
-    "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
-    "ntasks-per-node": "cluster.ranks_per_node", "cpus-per-task": "cluster.cpus_per_rank",
-    "gpus-per-node": "cluster.gpus_per_node", "gpus-per-task": "cluster.gpu_request", "time": "cluster.minutes",
-    "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "cluster.array",
-    "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
-}  # fmt: skip
+# What sbatch prints, the second with --parsable; a site may print more before or after it.
+SUBMITTED = re.compile(
+    r"^(?:.*\bSubmitted batch job )?(?P<number>[0-9]+)(?:(?: on cluster |;)(?P<cluster>\S+))?[ \t]*$", re.MULTILINE
+)
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -161,15 +159,22 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[W
 
 def call_sbatch(cluster: ClusterConfig, script: Path, token: str) -> str:
     """Submit a script whose name holds the token, and return the job's number; raises as `submit_job`."""
-
-    def read_id(text: str) -> str | None:
-        number = re.search(r"job ([0-9]+)", text)
-        return None if number is None else number[1]
-
+    chosen = clusters(cluster)
     return call_submit(
-        ["sbatch"], script, without_leftovers(os.environ), cluster, "SLURM", read_id,
-        partial(refusal, cluster.name), lambda: find_submitted([token]).get(token),
+        ["sbatch"], script, submission_environment(script.read_text()), cluster, "SLURM", partial(read_id, chosen),
+        partial(refusal, cluster.name), lambda: find_submitted([token], chosen).get(token),
     )  # fmt: skip
+
+
+def read_id(chosen: str, text: str) -> str | None:
+    """Return the job in what sbatch prints, with its cluster if some are `chosen`; None unless there is one for sure.
+
+    Of several numbers squeue knows which is the job's, by the name of its script.
+    """
+    only = chosen if "," not in chosen else ""
+    found = {str(JobId(each["number"], "", each["cluster"] or only)) for each in SUBMITTED.finditer(text)}
+    is_sure = len(found) == 1 and (chosen == only or "@" in "".join(found))
+    return found.pop() if is_sure else None
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -205,12 +210,26 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
         own |= {"mail-type": free.get("mail-type", "END,FAIL,REQUEUE")}
         own |= {"mail-user": cluster.mail_to} if cluster.mail_to else {}
     if job.after is not None:
-        own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), f"afterany:{job.after}")))
+        own["dependency"] = ",".join(filter(None, (str(free.get("dependency", "")), _after(cluster, job.after))))
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
         own["ntasks"] = str(job.tasks)
     excluded = ",".join(dict.fromkeys(cluster.exclude))
     return {**free, **own, **({"exclude": excluded} if excluded else {})}
 
 
+def _after(cluster: ClusterConfig, job_id: str) -> str:
+    """Return the dependency on a job, which must be one of the same cluster."""
+    before, chosen = JobId.parse(job_id), clusters(cluster)
+    if before.cluster != chosen and before.cluster not in chosen.split(","):
+        where = [f"of cluster {name}" if name else "of the default cluster" for name in (before.cluster, chosen)]
+        raise ConfigError("--after", job_id, f"is a job {where[0]}, and this one is {where[1]}", "use one cluster")
+    return f"afterany:{before.local}"
+
+
 def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
-    return export_lines({"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment})
+    """Return the lines that set variables, with the cluster by which the job's own ID is that of its submission."""
+    chosen = clusters(spec.cluster)
+    own = [] if not chosen else [f'export {CLUSTER_VARIABLE}="$SLURM_CLUSTER_NAME"']
+    if chosen and "," not in chosen:
+        own = export_lines({CLUSTER_VARIABLE: chosen})
+    return [*own, *export_lines({"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment})]

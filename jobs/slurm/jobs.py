@@ -13,14 +13,17 @@ from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
 from jobs.batch.command import SchedulerUnavailableError, run_command
-from jobs.batch.job import ACTIVE, OVER, Job, JobQuery, ListedJob, script_path
+from jobs.batch.job import Job, JobId, JobQuery, ListedJob, script_path
 
+HELD = "JobHeldUser"  # by its user, who may let it go; what an administrator holds is his to release
 NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job that stays pending for ever
 LISTED = {"%i": "JOBID", "%T": "STATE", "%o": "COMMAND"}
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
 SACCT_FIELDS = ("JobID", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
 JOB_NUMBER = "[0-9]{1,18}(_[0-9]{1,9})?"  # 41, or 41_7 for a task of a job array
+JOB_ID = JOB_NUMBER + "(@[A-Za-z0-9][A-Za-z0-9_.-]*)?"  # 41@serial for a job of a cluster that is not the default
+STATE = "[A-Z][A-Z_]+"
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -36,62 +39,92 @@ REASONS: dict[str, str] = {
 
 
 def is_job_number(value: object) -> bool:
-    """Return whether a value is the number of a job of SLURM's, or of a task of a job array."""
-    return isinstance(value, str | int) and re.fullmatch(JOB_NUMBER, str(value)) is not None
+    """Return whether a value is the number of a job of SLURM's, or of a task of a job array, perhaps with a cluster."""
+    return isinstance(value, str | int) and re.fullmatch(JOB_ID, str(value)) is not None
 
 
 def job_order(job_id: str) -> tuple[int, ...]:
     """Return the key that sorts jobs by the time of their submission, and the tasks of an array by their index."""
-    return tuple(map(int, job_id.split("_")))
+    return tuple(map(int, JobId.parse(job_id).local.split("_")))
+
+
+def by_cluster(job_ids: Iterable[object]) -> dict[str, list[str]]:
+    """Group jobs by their cluster, "" for the default one, as numbers there; what is no job is left out."""
+    groups: dict[str, list[str]] = {}
+    for job_id in (JobId.parse(str(value)) for value in job_ids if is_job_number(value)):
+        groups.setdefault(job_id.cluster, []).append(job_id.local)
+    return {cluster: sorted({*numbers}, key=job_order) for cluster, numbers in groups.items()}
+
+
+def on(cluster: str) -> list[str]:
+    """Return the option that asks a cluster, or several that commas separate, instead of the default one."""
+    return [f"--clusters={cluster}"] if cluster else []
 
 
 def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None) -> JobQuery:
-    """Query squeue or sacct once for all jobs, or scontrol for one; what is no number is left out.
+    """Query squeue or sacct once for all jobs of a cluster, or scontrol for one; what is no number is left out.
 
     A job array is asked for as a whole, and all its tasks are returned. squeue also knows jobs that ended some minutes
     ago; of a job that SLURM started again sacct returns the last start. With `steps` sacct reads the steps too, for
     their states and their memory. `limit_s` bounds the wait.
     """
-    numbers = sorted({str(number) for number in job_ids if is_job_number(number)}, key=job_order)
-    if not numbers:
-        return JobQuery()
-    whole = dict.fromkeys(number.partition("_")[0] for number in numbers)
-    chosen, (argv, read) = f"--jobs={','.join(whole)}", QUERIES[source]
-    allocations = ["--allocations"] if source == SACCT and not steps else []
-    argv = [*argv, numbers[0], "--oneliner"] if source == SCONTROL else [*argv, *allocations, chosen]
-    result = run_command(argv, limit_s=limit_s)
-    if result.error is not None and "Invalid job id" not in result.error.reason:
-        return JobQuery(error=str(result.error))
-    jobs = read(result.lines)
-    return JobQuery(dict(zip(numbers, jobs.values(), strict=False)) if source == SCONTROL else jobs)
+    found: dict[str, Job] = {}
+    errors = []
+    for cluster, numbers in by_cluster(job_ids).items():
+        whole = dict.fromkeys(JobId.parse(number).number for number in numbers)
+        chosen, (argv, read) = f"--jobs={','.join(whole)}", QUERIES[source]
+        allocations = ["--allocations"] if source == SACCT and not steps else []
+        options = [numbers[0], "--oneliner"] if source == SCONTROL else [*allocations, chosen]
+        result = run_command([argv[0], *on(cluster), *argv[1:], *options], limit_s=limit_s)
+        if result.error is not None and "Invalid job id" not in result.error.reason:
+            errors.append(str(result.error))
+            continue
+        jobs = read(result.lines)
+        if source == SCONTROL:
+            jobs = dict(zip(numbers, jobs.values(), strict=False))
+        found |= {str(JobId.parse(number)._replace(cluster=cluster)): job for number, job in jobs.items()}
+    return JobQuery(found, "; ".join(errors) or None)
 
 
-def list_jobs(chosen: str) -> list[ListedJob]:
+def list_jobs(chosen: str, clusters: str = "") -> list[ListedJob]:
     """List the jobs that an option of squeue chooses, those that ended some minutes ago too, as a proof of what is not.
 
-    squeue prints its header even if there are no jobs, so that an empty or strange answer is none. Raises
-    SchedulerUnavailableError or SchedulerRefusedError if there is none.
+    squeue prints its header even if there are no jobs, so that an answer without one is none; of several clusters each
+    has its own. Lines after a job that are none are the rest of its arguments, which may hold line breaks. Raises
+    SchedulerUnavailableError or SchedulerRefusedError if there is no answer.
     """
-    result = run_command(["squeue", "--array", "--states=all", f"--format={'|'.join(LISTED)}", chosen])
+    format_ = f"--format={'|'.join(LISTED)}"
+    result = run_command(["squeue", *on(clusters), "--array", "--states=all", format_, chosen])
     if result.error is not None:
         if "Invalid job id" in result.error.reason:
             return []
         raise result.error
-    rows = [line.split("|", 2) for line in result.lines]
-    if not rows or [*map(str.strip, rows[0])] != [*LISTED.values()]:
-        raise SchedulerUnavailableError("squeue", "printed no list of jobs")
-    for row in rows[1:]:
-        if len(row) != len(LISTED) or row[1].strip() not in (*ACTIVE, *OVER):
+    cluster, has_header, found = clusters, False, []
+    for row in ([*map(str.strip, line.split("|", 2))] for line in result.lines):
+        if clusters and len(row) == 1 and (named := re.fullmatch(r"CLUSTER: (\S+)", row[0])) is not None:
+            cluster = named[1]
+        elif row == [*LISTED.values()]:
+            has_header = True
+        elif has_header and _is_row(row, len(LISTED)):
+            found.append(ListedJob(str(JobId.parse(row[0])._replace(cluster=cluster)), *row[1:]))
+        elif not found and has_header and row != [""]:
             raise SchedulerUnavailableError("squeue", f"printed {'|'.join(row)[:80]!r}, which is no job")
-    return [ListedJob(*map(str.strip, row)) for row in rows[1:]]
+    if not has_header:
+        raise SchedulerUnavailableError("squeue", "printed no list of jobs")
+    return found
 
 
-def find_submitted(tokens: Iterable[str]) -> dict[str, ListedJob]:
+def _is_row(row: Sequence[str], size: int) -> bool:
+    """Return whether the cells of a line are a job's, of which the first two are number and state."""
+    return len(row) == size and bool(re.fullmatch(JOB_NUMBER, row[0]) and re.fullmatch(STATE, row[1]))
+
+
+def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, ListedJob]:
     """Find the jobs of submissions among this user's, by one squeue, of an array an active task if there is any.
 
     Raises as `list_jobs`.
     """
-    found = sorted(list_jobs(f"--user={os.getuid()}"), key=lambda job: job.is_active)
+    found = sorted(list_jobs(f"--user={os.getuid()}", clusters), key=lambda job: job.is_active)
     named = ((token, job) for token in tokens for job in found if script_path(Path(), token).name in job.command)
     return dict(named)
 
@@ -122,20 +155,21 @@ def num_queued(partition: str | None = None, qos: str | None = None) -> int | No
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancel jobs by one scancel; return its error, or None."""
-    error = run_command(["scancel", *filter(is_job_number, job_ids)]).error
-    return None if error is None else str(error)
+    results = (run_command(["scancel", *on(cluster), *numbers]) for cluster, numbers in by_cluster(job_ids).items())
+    return "; ".join(str(result.error) for result in results if result.error is not None) or None
 
 
 def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:
-    rows = [dict(zip(SQUEUE_FIELDS.values(), map(str.strip, line.split("|", 4)), strict=False)) for line in lines]
-    return {row["JobID"]: _job(row, SQUEUE) for row in rows if row.get("State") and is_job_number(row["JobID"])}
+    rows = ([*map(str.strip, line.split("|", len(SQUEUE_FIELDS) - 1))] for line in lines)
+    named = (dict(zip(SQUEUE_FIELDS.values(), row, strict=True)) for row in rows if _is_row(row, len(SQUEUE_FIELDS)))
+    return {row["JobID"]: _job(row, SQUEUE) for row in named}
 
 
 def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
     """Read the rows of jobs and of their steps, which follow their job."""
     jobs: dict[str, Job] = {}
     rows = [dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines]
-    rows = [row for row in rows if row.get("State")]
+    rows = [row for row in rows if re.match(STATE, row.get("State", ""))]
     for row in rows:
         number = row["JobID"]
         if is_job_number(number):

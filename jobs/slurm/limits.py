@@ -15,8 +15,9 @@ from gems.config.cluster_presets import host_names
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError, nearest
 from gems.runs.owner import own_job_id
-from jobs.batch.command import SchedulerRefusedError, run_command
+from jobs.batch.command import CommandResult, SchedulerRefusedError, run_command
 from jobs.batch.resources import JobSpec
+from jobs.slurm.environment import submission_environment
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.site import UP, Accounts, Partition
 
@@ -232,7 +233,7 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
         SchedulerUnavailableError: sbatch is missing, or reaches no SLURM.
     """
     try:
-        result = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S)
+        result = _test(script)
         result.check()
     except SchedulerRefusedError as error:
         if short_of is not None and NOT_NOW.search(error.reason):
@@ -241,9 +242,15 @@ def check_script(cluster: str, script: str, short_of: str | None = None) -> tupl
     return True, describe_start(*parse_estimate(result.stdout + result.stderr), datetime.now())
 
 
+def _test(script: str) -> CommandResult:
+    """Run `sbatch --test-only` as the submission would be run."""
+    environment = submission_environment(script) | {"LC_ALL": "C"}
+    return run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S, environment)
+
+
 def estimate_wait_h(script: str) -> float | None:
     """Return the hours after which SLURM would start a script; infinite if too few nodes are up, None if unknown."""
-    result = run_command(["sbatch", "--test-only"], script, TEST_LIMIT_S)
+    result = _test(script)
     if result.error is not None:
         return math.inf if NOT_NOW.search(result.error.reason) else None
     start, _ = parse_estimate(result.stdout + result.stderr)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import pwd
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from jobs.batch.command import (
     SchedulerRefusedError,
     SchedulerUnavailableError,
     run_command,
+    user_name,
 )
 
 MINUTES_PER_DAY = 1440
@@ -159,7 +158,7 @@ def max_array_tasks() -> int:
 
 def query_accounts() -> Accounts:
     """Return the accounts of this user; raise SchedulerUnavailableError if SLURM keeps none, or does not answer."""
-    user = pwd.getpwuid(os.getuid()).pw_name
+    user = user_name("sacctmgr")
     words = ["--noheader", "--parsable2", "show", "associations", f"user={user}", "format=Account,QOS"]
     lines = query_site("sacctmgr", *words).splitlines()
     enforced = parse_config(query_site("scontrol", "show", "config")).get("AccountingStorageEnforce", "")

@@ -21,7 +21,7 @@ from gems.runs.owner import SUBMITTING, Owner, Verify, in_use, read_owner
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_mentioned
 from jobs.batch.command import SchedulerError, SchedulerUnavailableError
-from jobs.batch.job import ListedJob, name_submission, script_path
+from jobs.batch.job import JobId, ListedJob, name_submission, script_path
 from jobs.schedulers.scheduler import find_submitted, is_job_id, list_jobs
 
 CHAIN_JSON = "chain.json"
@@ -116,7 +116,7 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, ListedJob]:
             with contextlib.suppress(OSError):  # somebody else's folder
                 job_id = _own_number(job, folder.read_status())
                 if job.command:
-                    name_submission(Path(job.command).parent, owner.token, job.job_id.partition("_")[0])
+                    name_submission(Path(job.command).parent, owner.token, JobId.parse(job.job_id).number)
                 name_submission(folder.logs, owner.token, job_id)
                 record_submission(folder, owner, job_id)
     return found
@@ -142,8 +142,8 @@ def _await_submission(token: str) -> None:
 
 def _own_number(job: ListedJob, status: Mapping[str, Any]) -> str:
     """Return the number of a run's own job; `job` is any task of the submission, and `status` the run's status.json."""
-    base, task = job.job_id.partition("_")[0], status.get("task")
-    return base if task is None else f"{base}_{task}"
+    task = status.get("task")
+    return str(JobId.parse(job.job_id)._replace(task="" if task is None else str(task)))
 
 
 def find_among(job_ids: Iterable[str]) -> Find:

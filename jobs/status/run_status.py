@@ -18,15 +18,16 @@ from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from gems.utils.atomic_io import read_json
 from jobs.batch.command import SchedulerError
-from jobs.batch.job import PENDING, STARTING, Job, JobQuery
-from jobs.schedulers.scheduler import SCHEDULERS, is_job_id, query_accounting, query_queue, scheduler_of
-from jobs.slurm.jobs import NEVER_SATISFIED, SACCT
+from jobs.batch.job import ACTIVE as JOB_ACTIVE
+from jobs.batch.job import PENDING, STARTING, SUSPENDED, Job, JobId, JobQuery
+from jobs.schedulers.scheduler import is_job_id, query_accounting, query_queue, scheduler_at, scheduler_of
+from jobs.slurm.jobs import HELD, NEVER_SATISFIED, SACCT, on
 from jobs.status.ownership import SLURM, complete_submissions, read_chain
 
 MISSING, UNREADABLE = "missing", "unreadable"
 NEVER_STARTS = "it never starts, as a job that it depends on did not end as it must; cancel it and submit it again"
 WAITING = ("submitted", "requeued")
-ACTIVE = (*UNFINISHED, "pending", "starting", "stalled")
+ACTIVE = (*UNFINISHED, "pending", "starting", "suspended", "stalled")
 FOLDER, PROCESS, BEATS = "status.json", "process", "heartbeats"
 QUEUE = "queue"
 STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as allowed
@@ -176,7 +177,7 @@ def _submission(run: RunStatus, doubt: str | None) -> RunStatus:
     where, is_here = f"process {run.status.get('pid') or ''} on {run.status.get('host')}", is_alive_here(run.status)
     if is_here or is_here is None:
         return replace(run, source=PROCESS, is_guess=is_here is None, note=f"by {where}")
-    scheduler = SCHEDULERS.get(str(run.status.get("scheduler", SLURM)))
+    scheduler = scheduler_at(str(run.status.get("scheduler", SLURM)))
     system = scheduler.title if scheduler is not None else "the batch system"
     if doubt is not None:
         return replace(run, is_guess=True, note=f"{where} has gone; cannot determine whether {system} accepted the job")
@@ -281,15 +282,22 @@ def _from_job(run: RunStatus, job: Job) -> RunStatus:
     """Judge by a job that SLURM knows; the end that the run recorded counts, unless it is to start again."""
     if job.state in PENDING:
         again = "" if run.state == "submitted" else " (to start again)"
-        never = f": {NEVER_STARTS}" if job.reason == NEVER_SATISFIED else ""
-        return replace(run, state="pending", source=job.source, note=f"{job.reason}{never}{again}".strip())
+        advice = f": {NEVER_STARTS}" if job.reason == NEVER_SATISFIED else ""
+        if job.reason == HELD and run.job_id is not None:
+            job_id = JobId.parse(run.job_id)
+            words = ["scontrol", *on(job_id.cluster), "release", job_id.local]
+            advice = f": `{' '.join(words)}` lets it go"
+        return replace(run, state="pending", source=job.source, note=f"{job.reason}{advice}{again}".strip())
     if run.state not in UNFINISHED:
         return replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run
+    known = job.state.lower() if job.state in JOB_ACTIVE else job.state
+    if job.state in SUSPENDED:
+        return replace(run, state="suspended", source=job.source, note=job.reason)
     if job.is_active and run.state in WAITING:
-        note = "its nodes are made ready" if job.state in STARTING else job.state.lower()
+        note = "its nodes are made ready" if job.state in STARTING else known
         return replace(run, state="starting", source=job.source, note=note)
     if job.is_active:
-        return _alive(run, job.source, "" if job.state == "RUNNING" else job.state.lower())
+        return _alive(run, job.source, "" if job.state == "RUNNING" else known)
     state, note = "failed", f"the job ended as {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.state == "CANCELLED" or run.folder.cancelled_json.exists():
         state, note = "cancelled", "the job was cancelled"

@@ -87,6 +87,7 @@ class StudyRunner:
         self._record = record
         self._submitted: list[Point] = []
         self._is_stopped = False
+        self._has_arrays = True  # until a site refuses one whose points it takes
         self.waiting = list(due)
         self.refused: dict[Path, GemsError] = {}
 
@@ -179,7 +180,10 @@ class StudyRunner:
         scheduler = SCHEDULERS[spec.cluster.scheduler]
         check_limits(spec, job)
         scheduler.check_here()
-        passed(site_checks(spec, job, scheduler.script(spec, job, home)))
+        script = scheduler.script(spec, job, home)
+        for note in scheduler.notes(script):
+            report("jobs", note)
+        passed(site_checks(spec, job, script))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(gone_verifier(find=find))
         ready: list[Pack] = []
@@ -202,19 +206,36 @@ class StudyRunner:
     def _submit_parts(
         self, packs: list[Pack], job: JobSpec, home: RunFolder, ownership: Ownership, slots: QueueSlots
     ) -> int:  # fmt: skip
-        """Submit prepared packs as one array, or in halves if the queue does not take so many."""
+        """Submit prepared packs as one array, in halves if the queue does not take so many, or else one by one."""
         parts, code = deque([packs] if packs else []), 0
+        refusal: ConfigError | None = None
         while parts:
             part = parts.popleft()
+            if len(part) > 1 and not self._has_arrays:
+                parts.extendleft([pack] for pack in reversed(part))
+                continue
             try:
                 submit_packs(part, job, home, ownership)
                 self._note_submitted(part, job, slots)
+                if refusal is not None:
+                    report("jobs", f"no job array ({refusal}); each point is a job of its own: cluster.array=false")
+                    refusal = None
             except TryLaterError as error:
                 half = len(part) // 2
                 if isinstance(error, UnclearSubmissionError) or not half:
                     code = max(code, self._refuse([*part, *(pack for rest in parts for pack in rest)], error, slots))
                     break
                 parts.extendleft((part[half:], part[:half]))
+            except ConfigError as error:
+                if len(part) > 1:
+                    refusal, self._has_arrays = error, False
+                    parts.appendleft(part)
+                    continue
+                if refusal is not None:  # it was not the array that was refused
+                    part = [*part, *(pack for rest in parts for pack in rest)]
+                    self._has_arrays = True
+                    parts.clear()
+                code, refusal = max(code, self._refuse(part, error, slots)), None
             except GemsError as error:
                 code = max(code, self._refuse(part, error, slots))
         return code

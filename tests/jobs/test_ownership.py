@@ -58,7 +58,7 @@ def test_a_number_that_slurm_does_not_know_does_not(folder: RunFolder, slurm: Fa
 @pytest.mark.parametrize(
     "answer",
     [
-        {}, {"lines": ["garbage"]}, {"lines": [HEADER, "41|WHAT|x"]}, {"lines": [HEADER, "no job"]},
+        {}, {"lines": ["garbage"]}, {"lines": [HEADER, "41|what|x"]}, {"lines": [HEADER, "no job"]},
         {"lines": ["41|COMPLETED|x"]}, {"code": 1}, {"error": "Unable to contact slurm controller\n", "code": 1},
         {"error": "slurm_load_jobs error: Socket timed out on send/recv operation\n", "code": 1},
     ],

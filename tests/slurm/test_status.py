@@ -65,7 +65,8 @@ def test_a_log_is_followed_from_the_queue_to_the_end(mini_slurm: MiniSlurm, tmp_
     ) as process:  # fmt: skip
         assert process.stderr is not None
         try:
-            assert process.stderr.readline() == f"jobs: {folder.path.name} is pending: JobHeldUser\n"
+            held = f"JobHeldUser: `scontrol release {job}` lets it go"
+            assert process.stderr.readline() == f"jobs: {folder.path.name} is pending: {held}\n"
             released = mini_slurm.run("scontrol", "release", job)
             assert released.returncode == 0, released.stderr
             out, err = process.communicate(timeout=150)
