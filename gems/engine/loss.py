@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from gems.config.recipe import AUTO, LOSS_OF_TASK, LOSSES, LossConfig
 from gems.config.schema import DataConfig
 from gems.data import kind_of, task_of
 from gems.data.dataset import IMAGES, NO_LABEL
-from gems.engine.transport.mpi import Transport
 from gems.errors import ConfigError, one_of
 from gems.models.outputs import map_tensors, tensors_in
 from gems.utils.targets import call_target, check_kwargs, load_target, target_error
+
+if TYPE_CHECKING:
+    from gems.engine.transport.mpi import Transport  # which starts MPI
 
 Outputs = Any  # of a model: a tensor, or tensors in tuples, lists and dicts
 LossFunction = Callable[[Outputs, Tensor], Tensor]

@@ -23,7 +23,7 @@ from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
-from gems.engine.optimization.parameter_groups import NumberedLayer, trained
+from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen, trained
 from gems.engine.optimization.update import Update
 from gems.engine.stage import CompiledStage, Stage, StageKey
 from gems.engine.stage_modules import StageModules
@@ -37,7 +37,6 @@ from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.process_groups import open_groups
 from gems.engine.transport.staging import open_staging
-from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
 from gems.models.build import freeze
 from gems.models.mixed import Precision
@@ -265,12 +264,7 @@ def _freeze(spec: RunSpec, comm: Comm, layers: Sequence[NumberedLayer]) -> None:
     if not patterns:
         return
     used = set().union(*allgather(comm, freeze(((each.name, each.module) for each in layers), patterns)))
-    for pattern in patterns:
-        if pattern not in used:
-            raise ConfigError(
-                "optimizer.frozen", pattern, "is the name of no layer or parameter of the model",
-                "give names or patterns such as layer1.* or *.bias; `gems partition` lists the layers",
-            )  # fmt: skip
+    check_frozen(patterns, used)
 
 
 def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:

@@ -17,6 +17,7 @@ __all__ = [
     "ModelFamily",
     "check_image",
     "layers_of",
+    "num_outputs",
     "stride_of",
     "takes_of",
     "tasks_of",
@@ -38,6 +39,11 @@ def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     a network of the user's own that cannot be cut into layers.
     """
     return _family(model).layers(model, data)
+
+
+def num_outputs(model: ModelConfig, data: DataConfig) -> int:
+    """Return how many tensors the network gives, one of the zoo a single one; raises ConfigError as `layers_of`."""
+    return 1 if model.target is None else imported.num_outputs(model, data)
 
 
 def takes_of(model: ModelConfig) -> str:

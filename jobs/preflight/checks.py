@@ -15,6 +15,7 @@ from gems.config.cluster_presets import host_names
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
+from gems.launch.recipe import check_recipe, needs_check
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import Peak, RunPlan, predict_peak, predict_steps_s
 from gems.simulation.calibration import confidence_of
@@ -88,6 +89,8 @@ def preflight(
         yield Check("memory", False, str(error), error)
         return
     yield _check("memory", lambda: _check_memory(spec, plan))
+    if needs_check(spec):
+        yield _check("recipe", lambda: check_recipe(spec))
     if job.is_batch and spec.cluster.elastic:
         yield _check("elastic", lambda: check_layouts(spec))
     yield _check("room", lambda: _check_checkpoints(spec, plan))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from gems.config.recipe import OptimizerConfig
+from gems.errors import ConfigError
 
 _NORMS = (
     nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
@@ -25,6 +26,16 @@ class NumberedLayer(NamedTuple):
 def trained(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """Yield the parameters that are trained: all that require a gradient."""
     return (parameter for parameter in parameters if parameter.requires_grad)
+
+
+def check_frozen(patterns: Iterable[str], used: Collection[str]) -> None:
+    """Raise ConfigError for the first pattern of optimizer.frozen that has matched nothing in the whole model."""
+    for pattern in patterns:
+        if pattern not in used:
+            raise ConfigError(
+                "optimizer.frozen", pattern, "is the name of no layer or parameter of the model",
+                "give names or patterns such as layer1.* or *.bias; `gems partition` lists the layers",
+            )  # fmt: skip
 
 
 def parameter_groups(

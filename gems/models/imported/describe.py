@@ -65,6 +65,11 @@ def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
         raise ConfigError("parallel.micro_batch_size", micro_batch_size, text, advice)
 
 
+def num_outputs(model: ModelConfig, data: DataConfig) -> int:
+    """Return how many tensors a user's network gives, in training or in evaluation; raises ConfigError as `layers`."""
+    return int(_described(model, data)[2]["num_outputs"])
+
+
 def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
     """Return what a process is told of the network, the hash of its code, and what it answers."""
     image = (data.channels, data.height_px, data.width_px)
@@ -85,7 +90,7 @@ def _description(text: str, source: str | None, num_classes: int, task: str) -> 
         return described
     if source is None:
         return _ask(text, num_classes, task)
-    return cached(None, "model", repr((text, source, num_classes, task)), lambda: _ask(text, num_classes, task))
+    return cached(None, "network", repr((text, source, num_classes, task)), lambda: _ask(text, num_classes, task))
 
 
 def _ask(text: str, num_classes: int, task: str) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
         alone = [tuple(tensor.shape) for tensor in tensors_in(network(torch.empty((1, *image))))]
         if alone == [(1, *shape[1:]) for shape in shapes[0]]:
             min_batch = 1
-    return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": min_batch}
+    return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": min_batch,
+            "num_outputs": max(map(len, shapes))}  # fmt: skip
 
 
 def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, int, int]]:

@@ -1,0 +1,75 @@
+"""Loss, optimizer, scheduler, metrics and transform of a run, checked where nothing has loaded torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module
+
+from gems.config.recipe import LrSchedulerConfig
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
+from gems.models import num_outputs
+from gems.utils.cache import cached
+from gems.utils.targets import ask_child, locate, source_of
+
+CHECKER = "gems.engine.verification.recipe"
+
+
+def needs_check(spec: RunSpec) -> bool:
+    """Return whether a run trains by more than names that the schema has checked."""
+    recipe = (spec.loss, spec.optimizer, spec.lr_scheduler)
+    return spec.machine.kind == "real" and (
+        any(part.target is not None or part.kwargs for part in recipe)
+        or spec.loss.output is not None
+        or spec.lr_scheduler.name != LrSchedulerConfig().name
+        or bool(_own_metrics(spec))
+        or bool(spec.optimizer.frozen)
+        or spec.data.transform is not None
+        or num_outputs(spec.model, spec.data) > 1
+    )
+
+
+def check_recipe(spec: RunSpec) -> str:
+    """Check the recipe of a resolved run as its ranks would, and return what was checked.
+
+    A child process does so once for each configuration and state of the code, unless torch is loaded here.
+
+    Raises:
+        ConfigError: the first part of it that a rank would refuse.
+    """
+    if "torch" in sys.modules:
+        import_module(CHECKER).check(spec)
+    else:
+        text = json.dumps(spec.to_dict())
+        cached(None, "recipe", _key(spec), lambda: ask_child("recipe", spec.name, CHECKER, text))
+    return "loss, optimizer, scheduler, metrics and transform are taken as ranks take them"
+
+
+def _own_metrics(spec: RunSpec) -> dict[str, str | None]:
+    return {str(options["target"]): options.get("path") for options in spec.metrics.values() if options.get("target")}
+
+
+def _key(spec: RunSpec) -> str:
+    parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
+    train = (
+        spec.train.precision,
+        spec.train.steps,
+        global_batch(spec),
+        spec.parallel.micro_batch_size,
+        spec.machine.device,
+        spec.seed,
+    )
+    hashes = [source_of(target, path) for target, path in _own_code(spec)]
+    return repr(([asdict(part) for part in parts], spec.metrics, train, spec.plugins, hashes))
+
+
+def _own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield the targets whose code is in a folder of the user's, with the folder."""
+    parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
+    targets = {part.target: part.path for part in parts if part.target is not None} | _own_metrics(spec)
+    if spec.data.transform is not None:
+        targets[spec.data.transform] = locate("data.transform", spec.data.transform, None)[1]
+    yield from ((target, path) for target, path in targets.items() if path is not None)
