@@ -147,6 +147,18 @@ def in_place(self: nn.Module, x: Tensor) -> Tensor:
     return functional.relu_(x)
 
 
+class Coordinates(nn.Module):
+    """Puts fixed coordinates, whole and by row, beside the channels of a map."""
+
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        rows = torch.linspace(-1, 1, height)[None, None, :, None].expand(1, 1, height, WIDTH)
+        self.register_buffer("rows", rows.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.rows.expand(len(x), -1, -1, -1), x, torch.ones_like(x[:, :1])], 1)
+
+
 class Positions(nn.Module):
     """A learnt map that is added to the rows at its places."""
 
@@ -190,6 +202,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "gate": Function(gate),
     "in_place": Function(in_place),
     "positions": Positions(HEIGHT),
+    "coordinates": Coordinates(HEIGHT),
     "padded": Function(lambda self, x: functional.pad(x, (1, 0, 3, 2), value=0.5)),
     "shifted": Function(lambda self, x: functional.pad(x, (-1, 1, -1, 1))),
     "cropped": Function(lambda self, x: x[:, 1:, 2:-3, 1:]),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from gems.autograd.split_backward.deferred import DeferredGradients, Target
+from gems.autograd.split_backward.deferred import DeferredGradients, Target, can_wait
 from gems.autograd.storages import check_unchanged
 
 _backward = torch.ops.aten.convolution_backward.default
@@ -71,8 +71,8 @@ _apply_conv: Callable[..., Tensor] = _Conv.apply
 def convolution(
     deferred: DeferredGradients | None, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
-    """Convolve; the weight gradients are deferred where that is wanted and the weights are parameters."""
-    if deferred is None or not weight.is_leaf or not (bias is None or bias.is_leaf):
+    """Convolve; the weight gradients are deferred where that is wanted and the weights are parameters without hooks."""
+    if deferred is None or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return torch.convolution(x, weight, bias, *geometry)
     return _apply_conv(x, weight, bias, (deferred, name, geometry))
 
@@ -111,8 +111,8 @@ def conv_transposed(
 
 def _can_split(module: Any, x: Tensor) -> bool:
     return bool(
-        module.weight.is_leaf
-        and (module.bias is None or module.bias.is_leaf)
+        can_wait(module.weight)
+        and (module.bias is None or can_wait(module.bias))
         and x.dim() in (module.weight.dim(), module.weight.dim() - 1)
         and not x.is_complex()
     )

@@ -29,12 +29,12 @@ class Target:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Target | None:
-        """Return the target for `tensor`; None if its gradient must pass through more of the graph."""
+        """Return the target for `tensor`; None if its gradient must pass through more of the graph, or a hook."""
         if tensor.is_leaf:
-            return cls(tensor)
+            return None if has_hooks(tensor) else cls(tensor)
         base = tensor._base
         is_part = base is not None and base.is_leaf and base.is_contiguous() and tensor.is_contiguous()
-        if base is None or not is_part:
+        if base is None or not is_part or has_hooks(base):
             return None
         return cls(base, int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape))
 
@@ -61,6 +61,18 @@ class _Record:
     kept: tuple[Tensor, ...]
     versions: tuple[int, ...]
     compute: Compute
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient, unlike the toolkit's on a low copy."""
+    if hasattr(parameter, "master"):
+        return has_hooks(parameter.master)
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def can_wait(parameter: Tensor) -> bool:
+    """Return whether nothing but the sum itself happens to the gradient of a tensor."""
+    return parameter.is_leaf and not has_hooks(parameter)
 
 
 class DeferredGradients:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gems.autograd.split_backward.conv import conv, conv_transposed
-from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.split_backward.deferred import DeferredGradients, has_hooks
 from gems.autograd.split_backward.linear import attention, embedding, linear
 
 Forward = Callable[..., Any]
@@ -33,13 +33,18 @@ class SplitLayers:
     """The layers of one stage whose weight gradients can wait until W.
 
     Only the `forward` of instances is replaced, which outside of `defer_to` runs the class's own. Other layers with
-    parameters have a full backward at I: normalisation by choice, all others because nothing is known of them.
+    parameters have a full backward at I: normalisation by choice, all others because nothing is known of them, or
+    because hooks on the gradients of their parameters are called then.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._deferred: DeferredGradients | None = None
         found = {name: module for name, module in root.named_modules() if _own_parameters(module)}
-        chosen = {name: split for name, module in found.items() if (split := _split_forward(module)) is not None}
+        chosen = {
+            name: split
+            for name, module in found.items()
+            if (split := _split_forward(module)) is not None and not any(map(has_hooks, _own_parameters(module)))
+        }
         self._exclude_shared(found, chosen)
         self._unsplit = {
             name for name in found if name not in chosen and not isinstance(found[name], _UNSPLIT_BY_CHOICE)

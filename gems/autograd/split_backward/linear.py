@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.modules import activation
 
-from gems.autograd.split_backward.deferred import DeferredGradients, Target
+from gems.autograd.split_backward.deferred import DeferredGradients, Target, can_wait
 from gems.autograd.storages import check_unchanged
 
 _ATTENTION_HELPERS = ("multi_head_attention_forward", "_in_projection_packed", "_in_projection")
@@ -127,7 +127,7 @@ _apply_embedding: Callable[..., Tensor] = _Embedding.apply
 def embedding(deferred: DeferredGradients, name: str, module: Any, indices: Tensor) -> Tensor | None:
     """Run the forward of nn.Embedding; None where its backward cannot be split (sparse, or with max_norm)."""
     weight = module.weight
-    if module.sparse or module.max_norm is not None or not weight.is_leaf or not weight.requires_grad:
+    if module.sparse or module.max_norm is not None or not can_wait(weight) or not weight.requires_grad:
         return None
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _apply_embedding(deferred, name, weight, indices, padding, module.scale_grad_by_freq)

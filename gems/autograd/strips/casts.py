@@ -42,11 +42,11 @@ def without_memory(device: torch.device, low: torch.dtype | None) -> Iterator[Fa
     Yields what makes the latter, for autocast leaves tensors of the meta device alone.
     """
     if low is None:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.device("meta"):
             yield None
     else:
         mode: Any = FakeTensorMode()
-        with torch.no_grad(), mode, device, Autocast(device.type, low):
+        with mode, device, Autocast(device.type, low):
             yield mode
 
 

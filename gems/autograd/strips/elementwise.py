@@ -31,8 +31,11 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
         along = arguments(step)["dim"] % step.value.dim()
         if along == dim:
             known.refuse(step, "puts maps on top of each other")
-        how = "cat" if len(reads) == len(step.args[0]) else "copy"
-        return Operation(step, Info(ROWS, step.value, dim), plain, reads, how=how, state={"channel_dim": along})
+        has_fixed = len(reads) < len(step.args[0])  # a part that depends on no input, such as coordinates
+        how, state = "copy" if has_fixed else "cat", {"channel_dim": along}
+        return Operation(
+            step, Info(ROWS, step.value, dim), plain, reads, how=how, is_elementwise=has_fixed, state=state
+        )
     how = "copy"
     shapes = {tuple(info.value.shape) for info in infos}
     if step.operation in ("relu", "sigmoid", "tanh"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gems.autograd.strips.kernels import Run
-from gems.autograd.strips.trace import KEY, Ref, Step, Weight, is_in_place
+from gems.autograd.strips.trace import KEY, Ref, Step, Weight, changed_weights
 from gems.errors import ConfigError
 from gems.models.blocks.parts import GhostBatchNorm2d
 from gems.models.streaming.rules import Rule
@@ -92,8 +92,24 @@ def products(operation: Operation, infos: Sequence[Info]) -> int:
 
 def changed_buffer(step: Step) -> Weight | None:
     """Return the buffer that a step changes in place, such as a counter."""
-    first = step.args[0] if step.args else None
-    return first if isinstance(first, Weight) and is_in_place(step.target) else None
+    return next(iter(changed_weights(step.args, step.kwargs, step.target)), None)
+
+
+def refuse_changed(known: Known, operations: Sequence[Operation]) -> None:
+    """Refuse a parameter or buffer that one operation changes and another uses, unless no rows have a part in either.
+
+    Those run once for an image, in their order; others in each strip.
+    """
+    users: dict[Weight, list[Operation]] = {}
+    for operation in operations:
+        for weight in _weights(operation.step):
+            users.setdefault(weight, []).append(operation)
+    for weight, using in users.items():
+        if len(using) == 1 or all(each.info.kind == STATIC for each in using):
+            continue
+        for step in (each.step for each in using):
+            if weight in changed_weights(step.args, step.kwargs, step.target):
+                known.refuse(step, f"changes {weight.name}, which the layer uses elsewhere too")
 
 
 def is_ghost_norm(step: Step) -> bool:
@@ -138,6 +154,19 @@ def each(function: Callable[[Ref], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: each(function, part) for key, part in value.items()}
     return value
+
+
+def _weights(step: Step) -> set[Weight]:
+    """Return the parameters and buffers that a step reads or changes."""
+    found: set[Weight] = set()
+    left: list[Any] = [step.args, step.kwargs]
+    while left:
+        value = left.pop()
+        if isinstance(value, Weight):
+            found.add(value)
+        elif isinstance(value, list | tuple | Mapping):
+            left += value.values() if isinstance(value, Mapping) else value
+    return found
 
 
 def arguments(step: Step) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -155,7 +155,8 @@ class StripRun:
             else:
                 self._values[number] = tensor
         for number, operation in enumerate(network.operations, network.num_inputs):
-            self._step(number, operation)
+            with nullcontext() if operation.step.has_grad else torch.no_grad():
+                self._step(number, operation)
             if network.watch is not None:
                 made = self._fresh[number].values() if number in self._fresh else (self._values.get(number),)
                 network.watch(operation.step.name, tuple(made))

@@ -23,6 +23,7 @@ from gems.autograd.strips.operation import (
     Operation,
     is_ghost_norm,
     products,
+    refuse_changed,
     strips_at_once,
 )
 from gems.autograd.strips.run import Draws, Network, StripRun
@@ -99,6 +100,7 @@ class StripStage:
         given = zip(inputs, traced.inputs, strict=True)
         known = Known(strips, [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given])
         operations = tuple(lower(known, step) for step in traced.steps)
+        refuse_changed(known, operations)
         self.strips, self._structure = strips, traced.structure
         rows: dict[int, int] = {}
         self._at_once: dict[int, int] = {}

@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from gems.autograd.strips.casts import Autocast, find_casts, without_memory
+from gems.autograd.strips.surroundings import (
+    SET_GRAD_MODE,
+    Recorded,
+    RefusedError,
+    changed_attribute,
+    clear_hooks,
+    refuse_hooks,
+    replaced,
+    state_of,
+    untouched,
+)
 from gems.errors import ConfigError, one_line
 from gems.models.mixed import Mixed, mixed_of
 from gems.models.outputs import map_tensors, tensors_in
 
 KEY = "parallel.strips"
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+Names = dict[str, tuple[str, str, int]]  # of nodes: the module that called it, its class and call
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,8 @@ class Step:
     """One operation.
 
     `name` is that of the module that called it, in the whole network, and `call` tells its calls apart. `args` hold
-    `Ref` and `Weight` for tensors. `value` is what it gives, of the meta device.
+    `Ref` and `Weight` for tensors. `value` is what it gives, of the meta device. Without `has_grad` it runs
+    under `torch.no_grad`.
     """
 
     name: str
@@ -64,6 +75,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     value: Any
+    has_grad: bool = True
 
     @property
     def operation(self) -> str:
@@ -82,23 +94,21 @@ class Trace:
     structure: Any
 
 
-class _RefusedError(Exception):
-    """What is wrong with a layer, and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """The graph of a layer, and what it gives; for each node the module that called it, its class and call.
 
-    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as the innermost.
+    In mixed precision `mode` makes tensors without memory, on which `autocasts` act, the last as the innermost. The
+    last of `grad_modes` says whether gradients are computed.
     """
 
     weights: list[Weight]
     graph: fx.GraphModule
     structure: Any
-    names: dict[str, tuple[str, str, int]]
+    names: Names
     mode: FakeTensorMode | None
     autocasts: list[torch.autocast]
+    grad_modes: list[bool]
 
 
 def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], strips: int) -> Trace:
@@ -119,8 +129,9 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
         try:
             layer = _graph_of(name, module, given, device)
             structure, numbers = layer.structure, _append(steps, values, numbers, layer)
-        except _RefusedError as error:
-            raise ConfigError(KEY, strips, *error.args) from None
+        except RefusedError as error:
+            text, advice = (*error.args, "take it out")[:2]
+            raise ConfigError(KEY, strips, text, advice if KEY in advice else f"{advice}, or set {KEY}=1") from None
         except Exception as error:
             text = f"layer {name} cannot be traced into operations ({one_line(str(error))[:200]})"
             raise ConfigError(KEY, strips, text, f"set {KEY}=1") from error
@@ -131,26 +142,59 @@ def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: to
     mixed = mixed_of(module)
     if mixed is not None and mixed.elsewhere is not None:
         device = mixed.elsewhere.device
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    weights = [_weight(module, path, mixed) for path, _ in tensors]
-    names: dict[str, tuple[str, str, int]] = {}
-    outer = (name, type(module).__name__, 0)
-    kept: list[Any] = []
+    refuse_hooks(name, module)
+    weights, tensors, places = _weights_of(module, mixed)
+    has_grad = torch.is_grad_enabled()
 
-    def run(state: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _calls(name, module, outer, names):
-            made = functional_call(module, state, tensors, tie_weights=False)
-            kept.append(made if mixed is None else mixed.cast(made))
-        return tuple(tensors_in(kept[0]))
+    def record(args: Any) -> tuple[fx.GraphModule, Any, Names]:
+        names: Names = {}
+        kept: list[Any] = []
 
-    with without_memory(device, None if mixed is None else mixed.dtype) as mode:
-        state = {
-            path: _like(tensor, None if weight.mixed is None else weight.mixed.dtype)
-            for (path, tensor), weight in zip(tensors, weights, strict=True)
-        }
-        graph = make_fx(run, pre_dispatch=True)(state, *map(_like, inputs))
+        def run(state: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+            stand_ins = {id(tensor): stand_in for tensor, stand_in in zip(tensors, state, strict=True)}
+            changed = [(inner, key, state[number]) for inner, key, number in places]
+            with replaced(name, changed), _calls(name, module, stand_ins, names):
+                made = module(*given)
+                kept.append(made if mixed is None else mixed.cast(made))
+            return tuple(tensors_in(kept[0]))
+
+        return make_fx(run, pre_dispatch=True)(*args), kept[0], names
+
+    with without_memory(device, None if mixed is None else mixed.dtype) as mode, untouched(module):
+        state = [
+            _like(tensor, None if weight.mixed is None else weight.mixed.dtype).requires_grad_(tensor.requires_grad)
+            for tensor, weight in zip(tensors, weights, strict=True)
+        ]
+        given = [_like(each).requires_grad_(each.is_floating_point()).clone() for each in inputs]
+        before = state_of(module)
+        graph, structure, names = record((state, *given))
+        changed = changed_attribute(module, before)
+        if changed is not None and str(record((state, *given))[0].graph) != str(graph.graph):
+            text = f"layer {name} ({type(module).__name__}) computes with what an earlier call has left ({changed})"
+            raise RefusedError(text, "keep that in a buffer")
     autocasts: list[torch.autocast] = [] if mixed is None else [Autocast(device.type, mixed.dtype)]
-    return _Layer(weights, graph, kept[0], names, mode, autocasts)
+    return _Layer(weights, graph, structure, names, mode, autocasts, [has_grad])
+
+
+def _weights_of(
+    module: nn.Module, mixed: Mixed | None
+) -> tuple[list[Weight], list[Tensor], list[tuple[nn.Module, str, int]]]:
+    """Return the parameters and buffers of a layer, each once, and by what names which module has which of them."""
+    weights: list[Weight] = []
+    tensors: list[Tensor] = []
+    places: list[tuple[nn.Module, str, int]] = []
+    numbers: dict[tuple[int, bool], int] = {}
+    for inner in module.modules():
+        for key, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+            if tensor is None:
+                continue
+            is_low = mixed is not None and mixed.has_copy(inner, key)
+            number = numbers.setdefault((id(tensor), is_low), len(weights))
+            if number == len(weights):
+                weights.append(Weight(inner, key, mixed if is_low else None))
+                tensors.append(tensor)
+            places.append((inner, key, number))
+    return weights, tensors, places
 
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:
@@ -165,13 +209,12 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None =
 
 
 @contextmanager
-def _calls(
-    layer: str, root: nn.Module, outer: tuple[str, str, int], names: dict[str, tuple[str, str, int]]
-) -> Iterator[None]:
-    """Note for the nodes that are made inside which module made them; other hooks of the modules rest meanwhile."""
+def _calls(layer: str, root: nn.Module, stand_ins: dict[int, Tensor], names: Names) -> Iterator[None]:
+    """Note for the nodes that are made inside which module made them, and refuse what would be lost."""
     graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-    stack = [outer]
+    stack = [(layer, type(root).__name__, 0)]
     calls = 0
+    recorded = Recorded(stand_ins, lambda: f"{stack[-1][0]} ({stack[-1][1]})")
 
     def mark() -> None:
         for node in reversed(graph.nodes):
@@ -189,33 +232,29 @@ def _calls(
         return hook
 
     def leave(module: nn.Module, given: Any, made: Any) -> None:
+        recorded.refuse_functions(made)
         mark()
         stack.pop()
 
-    before = [(module, {each: getattr(module, each) for each in _HOOKS}) for module in root.modules()]
-    try:
-        for path, module in root.named_modules():
-            for each in _HOOKS:
-                setattr(module, each, type(getattr(module, each))())
-            module.register_forward_pre_hook(enter(f"{layer}.{path}" if path else layer))
-            module.register_forward_hook(leave)
+    clear_hooks(root.modules())
+    for path, module in root.named_modules():
+        module.register_forward_pre_hook(enter(f"{layer}.{path}" if path else layer))
+        module.register_forward_hook(leave)
+    with recorded:
         yield
-        mark()
-    finally:
-        for module, hooks in before:
-            for each, found in hooks.items():
-                setattr(module, each, found)
+    mark()
 
 
 def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer) -> list[int]:
     """Append the steps of a layer's graph, and return the numbers of the values that it gives."""
     found: dict[fx.Node, Any] = {}
     cast_weights: dict[tuple[Weight, torch.dtype], Ref] = {}
+    has_grad: dict[fx.Node, bool] = {}
     weights, given = iter(layer.weights), iter([Ref(number) for number in inputs])
 
     def add(node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> Ref:
         name, kind, call = layer.names[node.name]
-        steps.append(Step(name, kind, call, target, args, kwargs, value))
+        steps.append(Step(name, kind, call, target, args, kwargs, value, layer.grad_modes[-1]))
         values.append(value)
         return Ref(len(values) - 1)
 
@@ -240,8 +279,10 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
             outputs = fx.node.map_arg(node.args[0], found.__getitem__)
         elif node.target in (_enter_autocast, _exit_autocast):
             _change_autocast(layer, node)
+        elif node.target is SET_GRAD_MODE:
+            layer.grad_modes.append(bool(node.args[0]))
         elif node.users or isinstance(node.meta.get("val"), Tensor):  # a choice of a type, say, is a plain value by now
-            _refuse_alias(node, layer.names)
+            _refuse_changes(node, layer, found, has_grad)
             dtypes, options = _casts_of(layer, node)
             reads: dict[fx.Node, Any] = {
                 read: cast(node, read, dtypes[read]) if read in dtypes else found[read] for read in node.all_input_nodes
@@ -255,11 +296,13 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
                 if wide.dtype is not value.dtype:  # what changes in place gives the type that is there
                     made = add(node, target, args, kwargs, wide)
                     target, args, kwargs = torch.ops.aten.to.dtype, (made, value.dtype), {}
-            found[node] = add(node, target, args, kwargs, value)
+            made = add(node, target, args, kwargs, value)
+            found[node] = next(iter(changed_weights(args, kwargs, target)), made)
+            has_grad[node] = layer.grad_modes[-1]
     for position, each in enumerate(outputs):
         if isinstance(each, Weight):
             name = layer.names[node.name][0]
-            raise _RefusedError(f"layer {name} gives a parameter as output {position}", f"set {KEY}=1")
+            raise RefusedError(f"layer {name} gives a parameter as output {position}", "give a copy of it")
     return [each.number for each in outputs]
 
 
@@ -269,7 +312,7 @@ def _change_autocast(layer: _Layer, node: fx.Node) -> None:
         layer.autocasts.pop()
         return
     if layer.mode is None and node.args[2]:
-        raise _RefusedError(f"layer {layer.names[node.name][0]} turns autocast on", f"take it out, or set {KEY}=1")
+        raise RefusedError(f"layer {layer.names[node.name][0]} turns autocast on")
     arguments: tuple[Any, ...] = node.args
     layer.autocasts.append(Autocast(*arguments))
 
@@ -284,7 +327,7 @@ def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype],
     if casts is None:
         name, kind, _ = layer.names[node.name]
         text = f"layer {name} ({kind}: {node.target}) is cast in parts by mixed precision"
-        raise _RefusedError(text, f"set train.precision=float32|bf16_pure, or {KEY}=1")
+        raise RefusedError(text, "set train.precision=float32|bf16_pure")
     dtypes = {read: casts.dtypes[id(value)] for read, value in reads.items() if id(value) in casts.dtypes}
     return dtypes, casts.options
 
@@ -299,21 +342,39 @@ def _of_meta(tensor: Tensor) -> Tensor:
     return _like(tensor, device="meta")
 
 
-def _weight(root: nn.Module, path: str, mixed: Mixed | None) -> Weight:
-    folder, _, name = path.rpartition(".")
-    module = root.get_submodule(folder)
-    return Weight(module, name, mixed if mixed is not None and mixed.has_copy(module, name) else None)
+def _refuse_changes(node: fx.Node, layer: _Layer, found: dict[fx.Node, Any], has_grad: dict[fx.Node, bool]) -> None:
+    """Refuse a change in place that steps which give new tensors do not carry."""
+    target, name = node.target, layer.names[node.name][0]
+    for changed in written(target, node.args, node.kwargs):
+        if not isinstance(changed, fx.Node) or isinstance(found[changed], Weight):
+            continue
+        base, where = _base(changed), f"layer {name} changes in place ({target})"
+        if isinstance(found[base], Weight):
+            raise RefusedError(
+                f"{where} a parameter or buffer by another name", "change the parameter or buffer itself"
+            )
+        if not is_in_place(target):
+            raise RefusedError(f"{where} what out= names", "write to a new tensor")
+        if not layer.grad_modes[-1] and layer.grad_modes[0] and has_grad.get(base, True):
+            raise RefusedError(f"{where} without gradients what has gradients", "write to a new tensor")
+        later = [other for other in node.graph.nodes if node < other]
+        if any(read < node and _base(read) is base for other in later for read in other.all_input_nodes):
+            raise RefusedError(f"{where} what has another name", "write to a new tensor")
 
 
-def _refuse_alias(node: fx.Node, names: dict[str, tuple[str, str, int]]) -> None:
-    """Refuse a change in place of a tensor that goes by another name later: here steps give new tensors."""
-    changed = node.args[0] if node.args else None
-    if not is_in_place(node.target) or not isinstance(changed, fx.Node):
-        return
-    later = [other for other in node.graph.nodes if node < other]
-    if any(read < node and _base(read) is _base(changed) for other in later for read in other.all_input_nodes):
-        text = f"layer {names[node.name][0]} changes in place ({node.target}) what has another name"
-        raise _RefusedError(text, f"write to a new tensor, or set {KEY}=1")
+def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    arguments = getattr(getattr(target, "_schema", None), "arguments", ())
+    return [
+        args[place] if place < len(args) else kwargs.get(each.name)
+        for place, each in enumerate(arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+
+
+def changed_weights(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Weight]:
+    """Return the parameters and buffers that an operation writes to."""
+    return [each for each in written(target, args, kwargs) if isinstance(each, Weight)]
 
 
 def _base(node: fx.Node) -> fx.Node:

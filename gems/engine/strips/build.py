@@ -134,7 +134,8 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
 def _form(layers: Iterable[tuple[str, nn.Module]], passed: Passed, min_positions: int, is_training: bool) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
-        form = StripStage(named, passed.boundaries, passed.num_strips, min_positions)
+        with torch.set_grad_enabled(is_training):
+            form = StripStage(named, passed.boundaries, passed.num_strips, min_positions)
     finally:
         for _, module in named:
             module.train()

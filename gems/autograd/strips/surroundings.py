@@ -1,0 +1,174 @@
+"""What surrounds the operations of a layer: a trace keeps it, or refuses it, and leaves the layer as it was.
+
+Hooks and custom autograd functions would be lost, so they are refused by name. The tensors of a layer are replaced
+while it is traced; whatever its forward writes to its attributes is undone afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from gems.autograd.split_backward.deferred import has_hooks
+from gems.models.outputs import map_tensors, tensors_in
+
+SET_GRAD_MODE = torch._C._set_grad_enabled
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_KINDS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
+_BACKWARD_KINDS = {"_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "full backward hook"}
+_INSTEAD = {
+    "SpectralNorm": "use torch.nn.utils.parametrizations.spectral_norm",
+    "WeightNorm": "use torch.nn.utils.parametrizations.weight_norm",
+}
+_GRADIENT_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (int, float, str)
+
+
+class RefusedError(Exception):
+    """What is wrong with a layer, and what to do."""
+
+
+def refuse_hooks(layer: str, root: nn.Module) -> None:
+    """Refuse hooks of a layer's modules and parameters that are not the toolkit's own.
+
+    Those on gradients matter only where gradients are computed.
+    """
+    is_training = torch.is_grad_enabled()
+    for path, module in root.named_modules():
+        name = f"{layer}.{path}" if path else layer
+        for attribute, kind in (_KINDS | _BACKWARD_KINDS if is_training else _KINDS).items():
+            for hook in getattr(module, attribute).values():
+                hook = getattr(hook, "func", hook)
+                if not str(getattr(hook, "__module__", "")).startswith("gems."):
+                    title = getattr(hook, "__name__", type(hook).__name__)
+                    text = f"layer {name} ({type(module).__name__}) has a {kind} ({title}), which strips would lose"
+                    raise RefusedError(text, _INSTEAD.get(title, "take it out"))
+        for key, parameter in module.named_parameters(recurse=False) if is_training else ():
+            if has_hooks(parameter):
+                text = f"layer {name} ({type(module).__name__}) has a hook on the gradient of its {key}"
+                raise RefusedError(f"{text}, which each strip would call with a part of it", "take it out")
+
+
+class Recorded(TorchFunctionMode):
+    """Runs the functions that a layer calls on the stand-ins of its tensors, wherever it has them from.
+
+    `where` says which module runs.
+    """
+
+    def __init__(self, stand_ins: dict[int, Tensor], where: Callable[[], str]) -> None:
+        super().__init__()
+        self._stand_ins, self._where = stand_ins, where
+        self._known: set[Any] = set()  # nodes of the graph of autograd, held so that each stays one object
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GRADIENT_HOOKS:
+            raise RefusedError(f"layer {self._where()} registers a hook on a tensor, which strips would lose")
+        if func in _GRADIENTS:
+            raise RefusedError(f"layer {self._where()} computes gradients in its forward, which strips would lose")
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RefusedError(f"layer {self._where()} sets the data of a tensor, which strips would lose")
+        if torch.is_inference_mode_enabled():
+            text = f"layer {self._where()} runs in inference mode, which strips would lose"
+            raise RefusedError(text, "use torch.no_grad()")
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            func = Tensor.detach
+        args, kwargs = (map_tensors(self._stand_in, each) for each in (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def refuse_functions(self, made: Any) -> None:
+        """Refuse what a module gives if a custom autograd function is on the way to it."""
+        found: list[Any] = [tensor.grad_fn for tensor in tensors_in(made)]
+        while found:
+            node = found.pop()
+            if node is None or node in self._known:
+                continue
+            self._known.add(node)
+            made_by = getattr(type(node), "_forward_cls", None)  # torch has some for tensors without memory
+            if isinstance(node, BackwardCFunction) and not getattr(made_by, "__module__", "").startswith("torch._"):
+                name = type(node).__name__.removesuffix("Backward")
+                text = (
+                    f"layer {self._where()} applies a custom autograd function ({name}), whose backward a trace loses"
+                )
+                instead = "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else ""
+                raise RefusedError(text, instead or "write it with torch's own operations")
+            found += [before for before, _ in node.next_functions]
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+@contextmanager
+def untouched(root: nn.Module) -> Iterator[None]:
+    """Put the attributes of all modules back as they are, with what lists and dicts hold."""
+    before = []
+    for module in root.modules():
+        values = dict(vars(module))
+        before.append((module, values, {k: copy.copy(v) for k, v in values.items() if isinstance(v, _CONTAINERS)}))
+    try:
+        yield
+    finally:
+        for module, values, contents in before:
+            vars(module).clear()
+            vars(module).update(values)
+            for name, held in contents.items():
+                values[name].clear()
+                add = values[name].extend if isinstance(held, list | deque) else values[name].update
+                add(held)
+
+
+@contextmanager
+def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Let modules have other parameters and buffers; inside `untouched`.
+
+    Raises:
+        RefusedError: the layer has put a tensor of its own in place of one.
+    """
+    for module, name, tensor in tensors:
+        _home(module, name)[name] = tensor
+    yield
+    for module, name, tensor in tensors:
+        if _home(module, name).get(name) is not tensor:
+            kind = "buffer" if name in module._buffers else "parameter"
+            text = f"layer {layer} ({type(module).__name__}) puts another tensor in place of its {kind} {name}"
+            raise RefusedError(text, "change it in place (copy_, add_)")
+
+
+def clear_hooks(modules: Iterable[nn.Module]) -> None:
+    """Take away the toolkit's own hooks, inside `untouched`."""
+    for module in modules:
+        for each in _HOOKS:
+            setattr(module, each, type(getattr(module, each))())
+
+
+def state_of(root: nn.Module) -> dict[tuple[int, str], Any]:
+    """Return the plain attributes of the modules, and the tensors among them that may be made of inputs."""
+    return {
+        (number, name): value
+        for number, module in enumerate(root.modules())
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.requires_grad)
+    }
+
+
+def changed_attribute(root: nn.Module, before: dict[tuple[int, str], Any]) -> str | None:
+    """Return the name of an attribute that a forward has changed, and may read when it is called again."""
+    for key, value in state_of(root).items():
+        old = before.get(key)
+        is_other = value is not old if isinstance(value, Tensor) else old is not None and value != old
+        if is_other:
+            return key[1]
+    return None
+
+
+def _home(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._buffers if name in module._buffers else module._parameters
