@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gems.config import target_files
-from gems.config.cluster_presets import AUTO, choose_preset
+from gems.config.cluster_presets import AUTO, GROUP, choose_preset
 from gems.config.fields import keys
 from gems.config.overrides import (
     CONF,
@@ -46,6 +47,7 @@ from gems.errors import ConfigError, GemsError
 
 LOCAL = "local"
 WIDTH = 120  # of a line of help
+warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")  # which Hydra 1.3 asks for
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
@@ -93,13 +95,8 @@ def _is_value(override: Override, folders: Sequence[Path]) -> bool:
 
 def _with_options(choices: Sequence[str], cluster: str) -> DictConfig:
     """Return what Hydra composes of the chosen options."""
-    default = _DefaultCluster(cluster, choices)
-    _register(default)
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = hydra.compose(config_name="config", overrides=with_target_files(choices))
-    default.check()
-    return config
+    _register(choices)
+    return _hydra_compose("config", _with_cluster(choices, cluster))
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,10 +165,10 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         ConfigError: as `compose`; and whatever `act` raises.
     """
     argv = rewritten(argv)
-    words = [word for word in argv if not word.startswith("-")]
+    count = next((index for index, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words, options = argv[:count], argv[count:]
     import_plugins(parsed([word for word in words if word.startswith("plugins")]))
-    default = _DefaultCluster(cluster, words)
-    _register(default)
+    _register(words)
     failed: list[BaseException] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -179,16 +176,18 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         if failed:
             return
         try:
-            default.check()
             act(resolve(_to_spec(config)))
         except BaseException as error:  # Hydra would print it as a traceback and exit with 1
             failed.append(error)
 
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [program, *with_target_files(argv)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own errors come out, instead of as text and SystemExit
     try:
+        words = with_target_files(_with_cluster(words, cluster))
+        sys.argv = [program, *words, *options]
         app()
+    except GemsError:
+        raise
     except Exception as error:  # as in `compose`; what `act` raised is in `failed`
         raise translate(error, argv) from error
     except SystemExit as error:  # --info and its like end so
@@ -203,33 +202,34 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         raise translate(failed[0], argv) from failed[0]
     if failed:
         raise failed[0]
-    default.check()
 
 
-class _DefaultCluster:
-    """The preset for Hydra's list of defaults, which Hydra asks for only if nothing else chooses one.
+def _with_cluster(words: Sequence[str], cluster: str) -> list[str]:
+    """Return overrides, with a preset of the cluster unless one of them or an experiment chooses it.
 
-    Hydra would wrap an error that is raised here, so `check` raises it later.
+    Raises:
+        ConfigError: no preset for this machine, or several experiments, of which each may choose one.
     """
+    given = parsed(words)
+    if cluster == LOCAL or any(override.key_or_group == GROUP for override in given):
+        return list(words)
+    if any(override.key_or_group == "experiment" and override.is_sweep_override() for override in given):
+        raise ConfigError(GROUP, cluster, "is not chosen for several experiments at once", f"add {GROUP}=NAME")
+    document = yaml.safe_load((CONF / "config.yaml").read_text())
+    for entry in document["defaults"]:
+        if isinstance(entry, dict) and GROUP in entry:
+            entry[GROUP] = AUTO
+    _store(None, "config_auto", document)
+    _store(GROUP, AUTO, {"name": AUTO})
+    if _hydra_compose("config_auto", words)[GROUP].name != AUTO:
+        return list(words)
+    return [*words, f"{GROUP}={choose_preset(config_folders(words)) if cluster == AUTO else cluster}"]
 
-    def __init__(self, name: str, overrides: Sequence[str]) -> None:
-        self._name = name
-        self.overrides = overrides
-        self._error: ConfigError | None = None
 
-    def __call__(self) -> str:
-        if self._name != AUTO:
-            return self._name
-        try:
-            return choose_preset(config_folders(self.overrides))
-        except ConfigError as error:
-            self._error = error
-            return LOCAL
-
-    def check(self) -> None:
-        """Raise the ConfigError of a preset that was not found."""
-        if self._error is not None:
-            raise self._error
+def _hydra_compose(name: str, words: Sequence[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return hydra.compose(config_name=name, overrides=with_target_files(words))
 
 
 @functools.cache
@@ -237,21 +237,27 @@ def _store_schema() -> None:
     ConfigStore.instance().store(name="run_schema", node=RunSpec)
 
 
-def _register(default: _DefaultCluster) -> None:
-    """Give Hydra what is no file: the schema, the default cluster, and the registered options without a file."""
+def _register(words: Sequence[str]) -> None:
+    """Give Hydra what is no file: the schema, and the registered options without a file."""
     _store_schema()
     target_files.register()
-    store, folders = ConfigStore.instance(), config_folders(default.overrides)
+    folders = config_folders(words)
     for group in REGISTERED:
         files = {path.name for folder in folders for path in (folder / group).glob("*.yaml")}
         for name in registered_options(group):
             # Hydra would take an entry beside a file of its name for the file's schema.
             if f"{name}.yaml" in files:
-                store.repo.get(group, {}).pop(f"{name}.yaml", None)
+                ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
             else:
                 of_several = group == "metrics"  # of which a run has any number
-                store.store(group=group, name=name, node={name: {"name": name}} if of_several else {"name": name})
-    OmegaConf.register_new_resolver("gems.cluster", default, replace=True)
+                _store(group, name, {name: {"name": name}} if of_several else {"name": name})
+
+
+def _store(group: str | None, name: str, node: dict[str, Any]) -> None:
+    """Register a configuration in place of an earlier one, of which Hydra 1.4 would warn."""
+    store = ConfigStore.instance()
+    (store.repo if group is None else store.repo.get(group, {})).pop(f"{name}.yaml", None)
+    store.store(group=group, name=name, node=node)
 
 
 def _to_spec(config: DictConfig) -> RunSpec:

@@ -148,7 +148,7 @@ class TestAsDefault:
         assert main("jobs", JOBS, ["submit", "--auto-cluster", *WORDS, "--cfg", "job"]) == 2
         words = ["submit", "--dry-run", "--auto-cluster", "cluster=mini", *WORDS]
         assert main("jobs", JOBS, words) == 0
-        assert "srun" in capsys.readouterr().out
+        assert "#SBATCH" in capsys.readouterr().out
 
 
 def test_auto_is_among_the_options() -> None:
