@@ -15,8 +15,9 @@ from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import DataConfig, RunSpec
 from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
-from gems.data.folder import files_below
-from gems.data.images import KEYS, MODES, ImageDataset, opened
+from gems.data.files.paths import expanded, files_below
+from gems.data.files.reader import check_header
+from gems.data.images import KEYS, ImageDataset
 from gems.data.slide import SUFFIXES
 from gems.errors import ConfigError
 from gems.launch.scratch_run import run_program
@@ -68,7 +69,7 @@ def input_files(inputs: Sequence[str], suffixes: Collection[str]) -> list[Path]:
     """
     found: list[Path] = []
     for text in inputs:
-        path = Path(text).expanduser()
+        path = expanded("--input", text)
         if path.is_dir():
             files = [each for each in files_below(path) if each.suffix.lower() in suffixes]
         elif path.exists():
@@ -88,9 +89,8 @@ def check_files(files: Sequence[Path], data: DataConfig) -> None:
     Raises:
         ConfigError: one that cannot be read, or would be misread.
     """
-    for path in files if data.channels in MODES else ():
-        with opened(path, data):
-            pass
+    for path in files:
+        check_header(path, data)
 
 
 def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:

@@ -54,6 +54,14 @@ def _is_name(word: str) -> bool:
     return is_short and "/" not in word and word.isprintable() and not word.startswith(".")
 
 
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_folder(path: str) -> bool:
     longest = max(len(part.encode()) for part in path.split("/"))
     return 0 < len(path.encode()) <= MAX_PATH_BYTES and longest <= MAX_PART_BYTES
@@ -122,6 +130,11 @@ class DataConfig:
     layout: str = choice("auto", LAYOUTS, "axes of an HDF5 image; auto: by its attribute layout or its shape")
     bits: int | None = number(None, "bits of a value of the files; null: 8, and wider ones are refused", min=1, max=16)
     page: int | None = number(None, "page of the files that is read; null: the only one", max=MAX_COUNT)
+    nodata: str | None = text(
+        None, "value of pixels without data, which are 0 after normalisation and ignored in masks; null: by the tag "
+        "GDAL_NODATA of a TIFF file, or the attribute _FillValue of HDF5", accepts=_is_number,
+        form="must be a number, or nan",
+    )  # fmt: skip
     normalization: str = choice(
         "fixed", NORMALIZATIONS, "mean and deviation of image files: 0.5 and 64/255 of the range, ImageNet's, those of "
         "the training split, or none (values from 0 to 1)",
@@ -152,6 +165,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if isinstance(self.class_map, dict):  # the values of a mask are numbers in YAML
             self.class_map = {str(name): label for name, label in self.class_map.items()}
+        nodata: Any = self.nodata
+        if isinstance(nodata, int | float):  # as Python code gives it
+            self.nodata = str(nodata)
 
 
 @dataclass(slots=True)

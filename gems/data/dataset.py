@@ -27,7 +27,7 @@ Tokens = NDArray[np.int64]
 Label = int | Tokens | Image
 IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
 NO_LABEL = -1  # of a pixel that is ignored
-
+_SPREAD = 4  # times as many numbers as values: the values of a mask are no numbers of classes
 
 LARGE = 2**28  # values of an image that is better not held whole
 _BAND_PX = 256
@@ -256,8 +256,8 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     given = np.asarray(value.detach() if hasattr(value, "detach") else value)
     shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(task, (data.num_classes,))
     if given.shape != shape:
-        if task == "classification" and given.shape == (1,):
-            given = given[0]
+        if given.ndim > len(shape) and [side for side in given.shape if side != 1] == [s for s in shape if s != 1]:
+            given = given.reshape(shape)  # as (1,) or (1, height, width)
         else:
             text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
             advice = "set data.task, or data.num_classes for the number of values" if given.shape != () else (
@@ -274,9 +274,8 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
         wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
         if wrong.size:
             text = f"{name} has label {wrong.flat[0]}, and there are classes 0 to {data.num_classes - 1}"
-            advice = f"set data.num_classes={wrong.max() + 1} or more" if wrong.max() > 0 else "number them from 0"
-            more = ", or data.ignore_label if that value is to be ignored" if task == "segmentation" else ""
-            raise ConfigError("data.num_classes", data.num_classes, text, f"{advice}{more}")
+            values = np.unique(classes[~ignored]).tolist()
+            raise ConfigError("data.num_classes", data.num_classes, text, _advice_for_values(values, data, task))
         classes[ignored] = NO_LABEL
         return classes if task == "segmentation" else int(classes)
     values = given.astype(np.float32)
@@ -285,6 +284,32 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     if task == "multi_label" and not np.isin(values, (0, 1)).all():
         raise ConfigError("data.task", task, f"{name} has a label other than 0 and 1", "set data.task=regression")
     return values
+
+
+def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
+    """Return what to set for a label or mask that has these values, in rising order, of which some are no class."""
+    if values[0] < 0:
+        return "number them from 0"
+    if task != "segmentation":
+        return f"set data.num_classes={values[-1] + 1} or more, or number them from 0"
+    inside = [value for value in values if value < data.num_classes]
+    others = values[len(inside) :]
+    if values[-1] < _SPREAD * len(values):
+        return f"set data.num_classes={values[-1] + 1} or more, or data.ignore_label if that value is to be ignored"
+    count = max(data.num_classes, len(values))  # the values stand for classes and are spread, as 0 and 255 are
+    classes = dict(zip(others, range(count - len(others), count), strict=True))
+    pairs = ",".join(f"{value}:{number}" for value, number in classes.items())
+    if data.target is not None:
+        advice = f"let the dataset map values to classes ({pairs})"
+    elif len(classes) == 1:
+        advice = f"set data.class_map.{others[0]}={classes[others[0]]}"
+    else:
+        advice = f"set data.class_map={{{pairs}}}"
+    if count > data.num_classes:
+        advice += f" and data.num_classes={count}"
+    if len(others) == 1 and len(inside) > 1:
+        advice += f", or data.ignore_label={others[0]} if such pixels are to be ignored"
+    return advice
 
 
 def _as_array(label: Label) -> NDArray[Any]:

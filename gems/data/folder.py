@@ -7,18 +7,19 @@ from pathlib import Path
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Source, Split, generator
+from gems.data.files.paths import expanded, files_below, folders_in, split_folders
 from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import num_held_out
 from gems.data.table import Rows, class_numbers, read_rows, split_rows
 from gems.errors import ConfigError
 
-_LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/*, or PATH/CLASS/*"
+_LAYOUTS = "PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or PATH/CLASS/*"
 
 Files = list[tuple[Path, int]]
 
 
 class FolderDataset(FileDataset):
-    """Images of PATH/train/CLASS/* and PATH/validation/CLASS/*, or of PATH/CLASS/* split by the seed.
+    """Images of PATH/train/CLASS/* and PATH/validation/CLASS/* (or val), or of PATH/CLASS/* split by the seed.
 
     A class has all files below its folder. Without a split each class gives the share data.validation_samples /
     (data.train_samples + data.validation_samples) of its images to validation; all images are used, whatever those two
@@ -81,18 +82,28 @@ def numbers_of_classes(data: DataConfig) -> dict[str, int]:
     root = _root(data)
     if data.labels_path is not None:
         return _classes_of(data, [row["label"] for row in _rows(data)])
-    return _classes_of(data, _class_names(root / "train" if _has_split(root) else root))
+    return _classes_of(data, folders_in(_training_folder(root)))
 
 
 def check(data: DataConfig) -> None:
-    """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
+    """Raise ConfigError for a missing folder, an empty class or another number of them; opens no image."""
     check_images(data)
     root = _root(data)
-    if data.labels_path is None and _has_split(root):
-        strays = set(_class_names(root / "validation")) - set(_class_names(root / "train"))
+    if data.labels_path is not None:
+        numbers_of_classes(data)
+        return
+    split = split_folders(root, layouts=_LAYOUTS)
+    if split is not None:
+        strays = set(folders_in(split["validation"])) - set(folders_in(split["train"]))
         if strays:
-            raise ConfigError("data.path", data.path, f"train/ lacks classes of validation/: {_listed(strays)}")
+            text = f"train/ lacks classes of {split['validation'].name}/: {_listed(strays)}"
+            raise ConfigError("data.path", data.path, text)
     numbers_of_classes(data)
+    folder = _training_folder(root)
+    for name in folders_in(folder):
+        if not files_below(folder / name):
+            text = f"the class {name} has no image for training: {folder / name} is empty"
+            raise ConfigError("data.path", data.path, text, "add images, or remove the folder")
 
 
 def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
@@ -108,7 +119,7 @@ def _classes_of(data: DataConfig, names: list[str]) -> dict[str, int]:
 def _root(data: DataConfig) -> Path:
     if data.path is None:
         raise ConfigError("data.path", None, "data=folder needs a directory of images", f"lay it out as {_LAYOUTS}")
-    root = Path(data.path).expanduser()
+    root = expanded("data.path", data.path)
     if not root.is_dir():
         raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
     return root
@@ -118,11 +129,10 @@ def _rows(data: DataConfig) -> Rows:
     return read_rows("data.labels_path", str(data.labels_path), [data.image_column, "label"])
 
 
-def _has_split(root: Path) -> bool:
-    present = [name for name in ("train", "validation") if (root / name).is_dir()]
-    if len(present) == 1:
-        raise ConfigError("data.path", root, f"it has {present[0]}/ but not the other split", f"expected {_LAYOUTS}")
-    return bool(present)
+def _training_folder(root: Path) -> Path:
+    """Return the folder of the classes: of the training split, or of both."""
+    split = split_folders(root, layouts=_LAYOUTS)
+    return root if split is None else split["train"]
 
 
 def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
@@ -134,12 +144,12 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
         for split, chosen in split_rows(data, "data.labels_path", rows, [row["label"] for row in rows], seed).items():
             files[split] += [(root / row[data.image_column], numbers[row["label"]]) for row in chosen]
         return files
-    is_split = _has_split(root)
-    names = _class_names(root / "train" if is_split else root)
+    folders = split_folders(root, layouts=_LAYOUTS)
+    names = folders_in(_training_folder(root))
     numbers = _classes_of(data, names)
-    if is_split:
-        for split, found in files.items():
-            found += [(path, numbers[name]) for name in names for path in files_below(root / split / name)]
+    if folders is not None:
+        for split, folder in folders.items():
+            files[split] += [(path, numbers[name]) for name in names for path in files_below(folder / name)]
         return files
     for order, name in enumerate(names):
         paths = files_below(root / name)
@@ -148,18 +158,6 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
         for number, path in enumerate(paths):
             files["validation" if number in held_out else "train"].append((path, numbers[name]))
     return files
-
-
-def _class_names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, except hidden ones."""
-    if not folder.is_dir():
-        return []
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _listed(names: list[str] | set[str]) -> str:

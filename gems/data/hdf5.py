@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,17 @@ from numpy.typing import NDArray
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Box, Label, Source, Split, as_label
-from gems.data.images import KEYS, ImageDataset, Values, check_images, checked, fitted, stamps
-from gems.data.masks import mapped
+from gems.data.files.paths import SPLIT_NAMES, expanded, is_left_over
+from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape, range_of
+from gems.data.images import KEYS, ImageDataset, check_images, stamps
+from gems.data.masks import check_values_of_map, mapped
 from gems.data.splits import split_indices
+from gems.data.table import class_numbers
 from gems.errors import ConfigError
 
 _SPLITS: tuple[Split, Split] = ("train", "validation")
 _PLACE = "{split}"
+_TEXT = "SUO"  # kinds of types
 _WHOLE = Box(slice(None), slice(None))
 _LEAST_CHUNKS = 4  # by which rows are read with much less than the whole
 
@@ -37,14 +42,17 @@ class _Part:
     count: int
     is_channels_last: bool
     gives_parts: bool  # without the rest of an image
+    dtype: Any
+    nodata: float | None
+    has_text: bool  # as labels
 
 
 class Hdf5Dataset(ImageDataset):
     """Images of data.image_key and labels of data.label_key, sample by sample, in the files that data.path names.
 
-    The path is a file or a pattern with *; `{split}` in path or keys stands for train and validation, else
-    data.split_path or the seed divides the samples. A mask of each image is a label of data.task=segmentation. Each
-    process opens the files that it reads, when it does.
+    The path is a file or a pattern with *; `{split}` in path or keys stands for train and validation (or val), else
+    data.split_path or the seed divides the samples. A mask of each image is a label of data.task=segmentation. Texts as
+    labels are names of classes. Each process opens the files that it reads, when it does.
     """
 
     def __init__(self, data: DataConfig, seed: int) -> None:
@@ -57,6 +65,7 @@ class Hdf5Dataset(ImageDataset):
             parts = {split: parts["train"] for split in _SPLITS}
             places = {split: places["train"][indices[split]] for split in _SPLITS}
         self._parts, self._places = parts, places
+        self._numbers = _numbers_of(data, [part for found in parts.values() for part in found])
         self._open: dict[str, Any] = {}
         self._process = os.getpid()
         super().__init__(data, len(places["train"]), len(places["validation"]), seed)
@@ -70,9 +79,29 @@ class Hdf5Dataset(ImageDataset):
         part, row = self._place(split, index)
         return f"{part.path}:{part.image_key}[{row}]"
 
+    def files(self) -> list[Path]:
+        """Return all files that the dataset reads."""
+        return sorted({Path(part.path) for parts in self._parts.values() for part in parts})
+
+    def examine(self, split: Split, index: int) -> None:
+        """Read an image whose type does not say its range, and a mask; raises ConfigError for what would be misread."""
+        part, _ = self._place(split, index)
+        if part.dtype.kind == "f" or range_of(part.dtype, self.config.bits) < np.iinfo(part.dtype).max:
+            nodata, name = self.nodata(split, index), self.name_of(split, index)
+            for box in self.bands() if part.gives_parts else (_WHOLE,):
+                first = box.rows.start or 0
+                checked(self._stored(split, index, box), self.config, name, nodata, first)
+        if self._task == "segmentation":
+            self._label(split, index)
+
     def values(self, split: Split, index: int) -> Values:
         """Return an image as it is stored, channels first, fitted as those of image files."""
-        return fitted(self._stored(split, index, _WHOLE), self.config, self.name_of(split, index))
+        stored, nodata = self._stored(split, index, _WHOLE), self.nodata(split, index)
+        return fitted(stored, self.config, self.name_of(split, index), nodata)
+
+    def nodata(self, split: Split, index: int) -> float | None:
+        """Return the value of an image's pixels without data, by data.nodata or the attribute _FillValue."""
+        return self._place(split, index)[0].nodata
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether all images have the wanted sides and small chunks or none, and nothing transforms them."""
@@ -80,7 +109,8 @@ class Hdf5Dataset(ImageDataset):
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of `values`."""
-        return checked(self._stored(split, index, box), self.config, self.name_of(split, index))
+        stored, nodata = self._stored(split, index, box), self.nodata(split, index)
+        return checked(stored, self.config, self.name_of(split, index), nodata, box.rows.start)
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's files, and which of their samples are in it."""
@@ -89,11 +119,15 @@ class Hdf5Dataset(ImageDataset):
 
     def _label(self, split: Split, index: int) -> Label:
         part, row = self._place(split, index)
-        given = self._read(part.path, part.label_key, row)
-        if self._task == "segmentation" and given.ndim == 2:
-            given = fitted(given[np.newaxis], self.config, self.name_of(split, index), is_mask=True)[0]
+        given, name = self._read(part.path, part.label_key, row), self.name_of(split, index)
+        if part.has_text:
+            return self._numbers[_texts(given)[0]]
+        if self._task == "segmentation" and given.ndim in (2, 3):
+            planes = np.moveaxis(given, -1, 0) if given.ndim == 3 and given.shape[-1] == 1 else given
+            given = fitted(planes if planes.ndim == 3 else planes[np.newaxis], self.config, name, is_mask=True)
+        if self._task in ("segmentation", TASKS[0]):
             given = mapped(given, self.config.class_map)
-        return as_label(given, self.config, self._task, self.name_of(split, index))
+        return self._without_nodata(as_label(given, self.config, self._task, name), split, index)
 
     def _place(self, split: Split, index: int) -> tuple[_Part, int]:
         number, row = self._places[split][index].tolist()
@@ -107,9 +141,6 @@ class Hdf5Dataset(ImageDataset):
             given = given[np.newaxis]
         elif part.is_channels_last:
             given = given.transpose(2, 0, 1)
-        if given.dtype not in (np.uint8, np.uint16) and not np.issubdtype(given.dtype, np.floating):
-            text = f"{self.name_of(split, index)} has values of type {given.dtype}"
-            raise ConfigError("data.image_key", part.image_key, text, "use uint8, uint16 or float32")
         return given
 
     def _read(self, path: str, key: str, place: Any) -> NDArray[Any]:
@@ -125,8 +156,30 @@ class Hdf5Dataset(ImageDataset):
 def check(data: DataConfig) -> None:
     """Raise ConfigError for files or keys that are not there, or of another shape; reads no image."""
     check_images(data)
-    for split in _SPLITS if _is_split(data) else _SPLITS[:1]:
-        _parts(data, split)
+    numbers_of_classes(data)
+
+
+def numbers_of_classes(data: DataConfig) -> dict[str, int]:
+    """Return the number of each class by its name, if labels are names."""
+    return _numbers_of(data, [part for split in (_SPLITS if _is_split(data) else _SPLITS[:1])
+                              for part in _parts(data, split)])  # fmt: skip
+
+
+def _numbers_of(data: DataConfig, parts: list[_Part]) -> dict[str, int]:
+    """Return the number of each class that labels of text name."""
+    named = [part for part in parts if part.has_text]
+    if not named:
+        return {}
+    names: list[str] = []
+    for part in named:
+        with _opened(part.path) as file:
+            names += _texts(file[part.label_key][()])
+    return class_numbers(data, sorted(set(names)), named[0].label_key, is_table=True)
+
+
+def _texts(labels: Any) -> list[str]:
+    """Return labels of text, as h5py gives them, without spaces around them."""
+    return [(text.decode() if isinstance(text, bytes) else str(text)).strip() for text in np.asarray(labels).ravel()]
 
 
 def _is_split(data: DataConfig) -> bool:
@@ -144,19 +197,26 @@ def _parts(data: DataConfig, split: Split) -> list[_Part]:
     """Return what each file holds of a split, without reading samples."""
     if data.path is None:
         raise ConfigError("data.path", None, "data=hdf5 needs a file", "or a pattern, as in tiles/*.h5")
-    pattern = os.path.expanduser(data.path.replace(_PLACE, split))
-    paths = sorted(glob.glob(pattern, recursive=True))
+    patterns = [str(expanded("data.path", text)) for text in _by_split(data.path, split)]
+    matches = (sorted(glob.glob(pattern, recursive=True)) for pattern in patterns)
+    paths = [path for path in next(filter(None, matches), []) if not any(map(is_left_over, Path(path).parts[-2:]))]
     if not paths:
-        raise ConfigError("data.path", data.path, f"no file is called {pattern}")
+        raise ConfigError("data.path", data.path, f"no file is called {' or '.join(patterns)}")
     found = [_part(data, path, split) for path in paths]
     if not any(part.count for part in found):
         raise ConfigError("data.path", data.path, f"has no sample in {data.image_key}")
     return found
 
 
+def _by_split(text: str, split: Split) -> list[str]:
+    """Return a text with each name of a split in place of {split}."""
+    return list(dict.fromkeys(text.replace(_PLACE, name) for name in SPLIT_NAMES[split]))
+
+
 def _part(data: DataConfig, path: str, split: Split) -> _Part:
     with _opened(path) as file:
-        image_key, label_key = (key.replace(_PLACE, split) for key in (data.image_key, data.label_key))
+        choices = [_by_split(key, split) for key in (data.image_key, data.label_key)]
+        image_key, label_key = (next((key for key in keys if key in file), keys[0]) for keys in choices)
         for name, key in (("data.image_key", image_key), ("data.label_key", label_key)):
             if key not in file or not hasattr(file[key], "shape"):
                 names: list[str] = []
@@ -174,7 +234,30 @@ def _part(data: DataConfig, path: str, split: Split) -> _Part:
         sides = images.shape[axis], images.shape[axis + 1]
         is_fine = images.chunks is None or images.chunks[axis] * _LEAST_CHUNKS <= sides[0]
         gives_parts = is_fine and sides == (data.height_px, data.width_px)
-        return _Part(path, image_key, label_key, images.shape[0], is_last, gives_parts)
+        _check_types(data, path, images, labels)
+        if data.task == "segmentation":
+            mask_sides = tuple(side for side in labels.shape[1:] if side != 1)
+            if len(mask_sides) == 2 and not have_one_shape(mask_sides, sides):
+                text = f"{path} has masks of {mask_sides} in {label_key}, and images of {sides} in {image_key}"
+                raise ConfigError("data.label_key", label_key, text, "give both one size")
+        nodata = as_nodata(images.attrs.get("_FillValue") if data.nodata is None else data.nodata)
+        return _Part(
+            path, image_key, label_key, images.shape[0], is_last, gives_parts, images.dtype, nodata,
+            labels.dtype.kind in _TEXT,
+        )  # fmt: skip
+
+
+def _check_types(data: DataConfig, path: str, images: Any, labels: Any) -> None:
+    if images.dtype.kind != "f" and not (images.dtype.kind == "u" and images.dtype.itemsize <= 2):
+        text = f"{path} has values of type {images.dtype}"
+        raise ConfigError("data.image_key", images.name.lstrip("/"), text, "use uint8, uint16 or float32")
+    if labels.dtype.kind not in _TEXT:
+        check_values_of_map(data)
+        return
+    task = data.task or TASKS[0]
+    if task != TASKS[0] or math.prod(labels.shape) != labels.shape[0]:
+        text = f"{path} has labels of text, of shape {labels.shape}"
+        raise ConfigError("data.task", task, text, "texts are names of classes: one a sample, data.task=classification")
 
 
 def _is_channels_last(data: DataConfig, path: str, shape: tuple[int, ...], layout: str) -> bool:
@@ -219,5 +302,6 @@ DATASETS.register(
         tasks=TASKS,
         counts_itself=True,
         keys=(*KEYS, "image_key", "label_key", "layout", "split_path", "class_map", "ignore_label"),
+        class_numbers=numbers_of_classes,
     ),
 )

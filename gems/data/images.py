@@ -13,33 +13,27 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Box, Dataset, Image, Label, Split, Tokens, seeded
-from gems.data.tiff import part_type, read_tiff
+from gems.data.dataset import NO_LABEL, Box, Dataset, Image, Label, Split, Tokens, seeded
+from gems.data.files.reader import gives_parts, read_image, read_nodata, read_through
+from gems.data.files.tiff import read_tiff
+from gems.data.files.values import Values, checked, is_nodata, range_of
 from gems.errors import ConfigError
 from gems.utils.cache import cached
 from gems.utils.targets import call_target, load_target, target_error
 
-if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
-
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-TIFF_SUFFIXES = (".tif", ".tiff")
 _MAX_THREADS = 8
-_BYTE = 255.0
 # Mean and deviation of each channel as shares of the range of values.
-FIXED = (127.5 / _BYTE, 64.0 / _BYTE)
+FIXED = (127.5 / 255, 64.0 / 255)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Keys of all sources that read images of files.
-KEYS = ("bits", "page", "normalization", "mean", "std", "transform", "transform_kwargs")
+KEYS = ("bits", "page", "nodata", "normalization", "mean", "std", "transform", "transform_kwargs")
 EXTRA = {"torchvision": "vision", "albumentations": "albumentations"}
-
-Values = NDArray[Any]  # (channels, height, width), of the file's own type
 
 
 class ImageDataset(Dataset):
@@ -72,6 +66,10 @@ class ImageDataset(Dataset):
         """Return a part of what `values` returns, of a source that reads rows."""
         return self.values(split, index)[:, box.rows, box.columns]
 
+    def nodata(self, split: Split, index: int) -> float | None:
+        """Return the value of an image's pixels without data, None if there is none."""
+        return None
+
     @abstractmethod
     def identity(self, split: Split) -> str:
         """Return a text that changes when images of a split do."""
@@ -96,7 +94,8 @@ class ImageDataset(Dataset):
             return self.image(split, index, draw), label
         mask = np.asarray(label) if np.ndim(label) == 2 else None
         with seeded(self.seed, "transform", index, draw) as number:
-            values, mask = self._transformed(self.values(split, index), mask, number, self.name_of(split, index))
+            given = self._filled(self.values(split, index), self.nodata(split, index))
+            values, mask = self._transformed(given, mask, number, self.name_of(split, index))
         return self._normalised(values), label if mask is None else mask
 
     def prepare(self) -> None:
@@ -108,19 +107,37 @@ class ImageDataset(Dataset):
         return split == "train" and self.config.transform is not None
 
     def _pixels(self, split: Split, index: int) -> Image:
-        return self._normalised(self.values(split, index))
+        return self._normalised(self.values(split, index), self.nodata(split, index))
 
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
-        self._normalised(self.part(split, index, box), out=out)
+        self._normalised(self.part(split, index, box), self.nodata(split, index), out)
 
-    def _normalised(self, values: Values, out: Image | None = None) -> Image:
-        """Return float32 values of about zero mean and unit variance, in `out` or one new array."""
+    def _normalised(self, values: Values, nodata: float | None = None, out: Image | None = None) -> Image:
+        """Return float32 values of about zero mean and unit variance, 0 without data, in `out` or one new array."""
         mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
         made = np.empty(values.shape, dtype=np.float32) if out is None else out
         np.subtract(values, mean * peak, out=made, casting="unsafe", dtype=np.float32)
         made /= deviation * peak
+        if nodata is not None:
+            made[is_nodata(values, nodata)] = 0
         return made
+
+    def _filled(self, values: Values, nodata: float | None) -> Values:
+        """Return values with the mean in place of those without data, for a transform that does not know of them."""
+        if nodata is None:
+            return values
+        mean = self.statistics()[0] * np.float32(range_of(values.dtype, self.config.bits))
+        return np.where(is_nodata(values, nodata), mean, values).astype(values.dtype)
+
+    def _without_nodata(self, label: Label, split: Split, index: int) -> Label:
+        """Return a mask in which the pixels without data in all channels have NO_LABEL; another label as it is."""
+        nodata = self.nodata(split, index) if np.ndim(label) == 2 else None
+        if nodata is None:
+            return label
+        mask = np.asarray(label)
+        mask[is_nodata(self.values(split, index), nodata).all(axis=0)] = NO_LABEL
+        return mask
 
     def statistics(self) -> tuple[Image, Image]:
         """Return mean and deviation of each channel, as shares of the range, of shape (channels, 1, 1)."""
@@ -137,23 +154,30 @@ class ImageDataset(Dataset):
 
     def _computed(self) -> tuple[list[float], list[float]]:
         """Return mean and deviation of each channel over the training split, which the cache keeps."""
-        channels, height, width = self.shape
-        key = repr((self.config.name, self.shape, self.config.bits, self.config.page, self.identity("train")))
+        channels, data = self.shape[0], self.config
+        key = repr((data.name, self.shape, data.bits, data.page, data.nodata, self.identity("train")))
 
         def sums(index: int) -> NDArray[np.float64]:
-            found = np.zeros((2, channels))
+            """Return count, sum and sum of squares of each channel."""
+            found = np.zeros((3, channels))
+            nodata = self.nodata("train", index)
             for values in self._bands_of(index):  # as float64 the whole would be eight times the file's bytes
                 band = values.reshape(channels, -1).astype(np.float64)
-                band /= range_of(values.dtype, self.config.bits)
-                found += np.stack([band.sum(1), np.square(band).sum(1)])
+                band /= range_of(values.dtype, data.bits)
+                known = np.full(channels, band.shape[1])
+                if nodata is not None:
+                    gaps = is_nodata(values, nodata).reshape(band.shape)
+                    band[gaps] = 0
+                    known -= gaps.sum(1)
+                found += np.stack([known, band.sum(1), np.square(band).sum(1)])
             return found
 
         def make() -> dict[str, Any]:
-            total = np.zeros((2, channels))
+            total = np.zeros((3, channels))
             with threads() as pool:
                 for found in ordered(pool, sums, self.num_train):
                     total += found
-            mean, square = total / (self.num_train * height * width)
+            mean, square = total[1:] / np.maximum(total[0], 1)
             deviation = np.sqrt(np.maximum(square - mean**2, 0))
             if not deviation.all():
                 raise ConfigError("data.normalization", "computed", "a channel is the same everywhere", "give data.std")
@@ -202,6 +226,10 @@ class ImageDataset(Dataset):
 class FileDataset(ImageDataset):
     """Images that have a file each."""
 
+    def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
+        super().__init__(data, num_train, num_validation, seed)
+        self._nodata: dict[Path, float | None] = {}
+
     @abstractmethod
     def path(self, split: Split, index: int) -> Path:
         """Return the file of an image."""
@@ -212,7 +240,18 @@ class FileDataset(ImageDataset):
 
     def values(self, split: Split, index: int) -> Values:
         """Return the bytes of an image, scaled to cover height x width, its middle kept."""
-        return read_image(self.path(split, index), self.config)
+        return read_image(self.path(split, index), self.config, self.nodata(split, index))
+
+    def nodata(self, split: Split, index: int) -> float | None:
+        """Return the value of an image's pixels without data, by data.nodata or the file's own tag."""
+        path = self.path(split, index)
+        if path not in self._nodata:
+            self._nodata[path] = read_nodata(path, self.config)
+        return self._nodata[path]
+
+    def examine(self, split: Split, index: int) -> None:
+        """Read an image, and its mask if it has one, through; raises ConfigError for what would be misread."""
+        read_through(self.path(split, index), self.config, self.nodata(split, index))
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether all images are TIFF files that are read in parts, and nothing transforms them."""
@@ -227,16 +266,8 @@ class FileDataset(ImageDataset):
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of `values`."""
         path, data = self.path(split, index), self.config
-        return checked(read_tiff(path, data.page, data.channels, box), data, str(path))
-
-
-def gives_parts(path: Path, data: DataConfig) -> bool:
-    """Return whether `read_tiff` gives parts of a file as `read_image` does the whole, and with less memory."""
-    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(MODES):  # which may be an alpha channel
-        return False
-    dtype = part_type(path, data.page, data.channels, (data.height_px, data.width_px))
-    is_wide = data.bits not in (None, 8)
-    return dtype is not None and (data.channels not in MODES or dtype == (np.uint16 if is_wide else np.uint8))
+        values = read_tiff(path, data.page, data.channels, box)
+        return checked(values, data, str(path), self.nodata(split, index), box.rows.start)
 
 
 def check_images(data: DataConfig) -> None:
@@ -254,179 +285,6 @@ def check_images(data: DataConfig) -> None:
         if library in EXTRA and find_spec(library) is None:
             advice = f"pip install gems-train[{EXTRA[library]}], from the same place as torch"
             raise ConfigError("data.transform", data.transform, f"needs {library}, which is not installed", advice)
-
-
-def read_image(path: Path, data: DataConfig) -> Values:
-    """Return an image file as (channels, height, width), scaled to cover height x width, its middle kept.
-
-    Raises:
-        ConfigError: a file that cannot be read, or that would be misread: wider values without data.bits, more pages
-            than one without data.page, CMYK, transparency that data.channels drops.
-    """
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    if data.channels not in MODES:
-        return fitted(read_channels(path, data), data, str(path))
-    with opened(path, data) as picture:
-        if _is_wide_colour(picture, data):
-            return fitted(read_tiff(path, data.page, data.channels), data, str(path))
-        upright = ImageOps.exif_transpose(picture)
-        if upright.mode.startswith("I;16"):
-            if data.channels != 1:
-                raise ConfigError("data.channels", data.channels, f"{path} has 1 channel of 16 bits", "use 1")
-            return fitted(np.asarray(upright)[np.newaxis], data, str(path))
-        if data.bits not in (None, 8):
-            raise ConfigError("data.bits", data.bits, f"{path} has values of 8 bits", "leave it out")
-        wanted = MODES[data.channels]
-        turned = upright if upright.mode == wanted else upright.convert(wanted)
-        tile = ImageOps.fit(turned, (data.width_px, data.height_px), Resampling.BILINEAR)
-    return np.asarray(tile).reshape(data.height_px, data.width_px, data.channels).transpose(2, 0, 1)
-
-
-def read_channels(path: Path, data: DataConfig) -> Values:
-    """Return a TIFF file as (channels, height, width), of any number of channels.
-
-    Raises:
-        ConfigError: another kind of file, or as `read_tiff`.
-    """
-    if path.suffix.lower() not in TIFF_SUFFIXES:
-        advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
-        raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
-    return read_tiff(path, data.page, data.channels)
-
-
-@contextmanager
-def opened(path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False) -> Iterator[Picture]:
-    """Open an image file at its page; to `verify` is to look at checksums only.
-
-    Raises:
-        ConfigError: it cannot be read, or would be misread.
-    """
-    import PIL.Image
-
-    # Pillow guards web services against huge uploads; here huge images are the point, and the user's own.
-    PIL.Image.MAX_IMAGE_PIXELS = None
-    try:
-        with PIL.Image.open(path) as picture:
-            if verify:
-                picture.verify()
-            else:
-                _check_picture(picture, path, data, is_mask)
-            yield picture
-    except ConfigError:
-        raise
-    except Exception as error:
-        if path.suffix.lower() in TIFF_SUFFIXES and not is_mask:
-            read_tiff(path, data.page, data.channels)  # which says what Pillow does not: another number of channels
-        why = " ".join(str(error).split()) or type(error).__name__
-        advice = "repair or remove the file"
-        raise ConfigError("data.path", path, f"not a readable image: {why}", advice) from error
-
-
-def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool) -> None:
-    pages = getattr(picture, "n_frames", 1)
-    if data.page is None and pages > 1:
-        raise ConfigError("data.page", "null", f"{path} has {pages} pages", f"set data.page=0 to {pages - 1}")
-    if data.page is not None:
-        if data.page >= pages:
-            raise ConfigError("data.page", data.page, f"{path} has {pages} pages", "count from 0")
-        picture.seek(data.page)
-    if is_mask:
-        return
-    if picture.mode in ("I", "F"):
-        advice = "use 8 or 16 bits a channel"
-        raise ConfigError(
-            "data.path", path, f"not a readable image: its mode {picture.mode} has no known range; {advice}"
-        )
-    if picture.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
-        advice = "convert it to RGB by its colour profile"
-        raise ConfigError("data.path", path, f"has colours of mode {picture.mode}, which would be misread", advice)
-    bits = _bits_of(picture)
-    if bits > 8 and not picture.mode.startswith("I;16") and not _is_wide_colour(picture, data):
-        text = f"has {bits} bits a channel in colour, which would be cut to 8"
-        raise ConfigError("data.path", path, text, "convert it to 8 bits, or to a TIFF file and set data.bits")
-    if bits > 8 and data.bits is None:
-        raise ConfigError(
-            "data.bits", "null", f"{path} has values of {bits} bits", "set data.bits=16, or 12 if so many"
-        )
-    if data.channels == 1 and picture.mode == "P":
-        raise ConfigError("data.channels", 1, f"{path} has a palette of colours", "set data.channels=3")
-    has_alpha = picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info
-    if has_alpha and data.channels != 4 and not _is_opaque(picture):
-        text = f"{path} is transparent in places, which {data.channels} channels would drop"
-        raise ConfigError("data.channels", data.channels, text, "set data.channels=4, or flatten the file")
-
-
-def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
-    """Return whether a file is a TIFF of colours that Pillow would cut to 8 bits and data.bits wants whole."""
-    wide = picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
-    return wide and data.bits not in (None, 8)
-
-
-def _is_opaque(picture: Picture) -> bool:
-    extrema: Any = (picture if picture.mode in ("RGBA", "LA") else picture.convert("RGBA")).getextrema()
-    return bool(extrema[-1] == (255, 255))
-
-
-def _bits_of(picture: Picture) -> int:
-    """Return the bits of a channel in the file, which Pillow cuts to 8 for colours."""
-    if picture.mode.startswith("I;16"):
-        return 16
-    tags: Any = getattr(picture, "tag_v2", None)
-    if tags is not None:
-        return int(np.max(tags.get(258, 8)))
-    tiles: Any = getattr(picture, "tile", ())
-    raw = [str(tile[3]) for tile in tiles]
-    return 16 if picture.format == "PNG" and any(";16" in mode for mode in raw) else 8
-
-
-def fitted(values: Values, data: DataConfig, name: str, is_mask: bool = False) -> Values:
-    """Return (channels, height, width) values scaled to cover the configured sides, their middle kept.
-
-    Raises:
-        ConfigError: other channels than data.channels, or values beyond data.bits.
-    """
-    from PIL import ImageOps
-    from PIL.Image import Resampling, fromarray
-
-    _, height, width = values.shape
-    if not is_mask:
-        checked(values, data, name)
-    if (height, width) == (data.height_px, data.width_px):
-        return values
-    size, how = (data.width_px, data.height_px), Resampling.NEAREST if is_mask else Resampling.BILINEAR
-    exact = np.uint8 if values.dtype == np.uint8 else np.float32
-    made = np.empty((len(values), data.height_px, data.width_px), dtype=values.dtype)
-    for channel in range(len(values)):
-        picture = fromarray(np.ascontiguousarray(values[channel], dtype=exact))
-        resized = np.asarray(ImageOps.fit(picture, size, how))
-        made[channel] = np.rint(resized) if np.issubdtype(values.dtype, np.integer) else resized
-    return made
-
-
-def checked(values: Values, data: DataConfig, name: str) -> Values:
-    """Return (channels, height, width) values.
-
-    Raises:
-        ConfigError: other channels than data.channels, or values beyond data.bits.
-    """
-    if len(values) != data.channels:
-        raise ConfigError(
-            "data.channels", data.channels, f"{name} has {len(values)}", f"set data.channels={len(values)}"
-        )
-    if values.dtype == np.uint16 and data.bits is None:
-        raise ConfigError("data.bits", "null", f"{name} has values of 16 bits", "set data.bits=16, or 12 if so many")
-    if values.dtype == np.uint16 and int(values.max()) > range_of(values.dtype, data.bits):
-        raise ConfigError("data.bits", data.bits, f"{name} has the value {values.max()}", "set data.bits=16")
-    return values
-
-
-def range_of(dtype: Any, bits: int | None) -> float:
-    """Return the largest value of images: of bytes, of data.bits, or 1 of floats."""
-    if dtype == np.uint8:
-        return _BYTE
-    return 1.0 if np.issubdtype(dtype, np.floating) else 2.0 ** (bits or 16) - 1
 
 
 def load_transform(data: DataConfig) -> Callable[..., Any]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from gems.config.schema import DataConfig
 from gems.data import find_source, open_dataset, task_of
 from gems.data.dataset import Dataset, Split
-from gems.data.images import MODES, ImageDataset, opened, ordered, read_channels, stamps, threads
+from gems.data.images import ImageDataset, ordered, stamps, threads
 from gems.errors import ConfigError
 from gems.utils.cache import keep_cached, read_cached
 from gems.utils.targets import answer, ask_child, target_error
@@ -47,7 +49,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
         dataset.prepare()
     files: list[Path] = dataset.files() if hasattr(dataset, "files") else []
     key = repr((asdict(data), seed, _stamps(files)))
-    if files and read_cached(None, "inspection", key) is not None:
+    if files and read_cached(None, "examination", key) is not None:
         return
     for split in (split for split in SPLITS if dataset.num_images(split)):
         for index in _first_of_each_class(dataset, split, task_of(data)):
@@ -60,11 +62,24 @@ def _inspect(data: DataConfig, seed: int) -> None:
             if image.shape != dataset.shape:
                 text = f"{dataset.name_of(split, index)} has shape {image.shape}, and the keys say {dataset.shape}"
                 raise ConfigError("data.height_px", data.height_px, text, "set data.channels, height_px and width_px")
-    with threads() as pool:
-        for _ in ordered(pool, lambda index: _read_through(files[index], data), len(files)):
-            pass
     if files:
-        keep_cached(None, "inspection", key, {"num_files": len(files)})
+        _examine(dataset)
+        keep_cached(None, "examination", key, {"num_files": len(files)})
+
+
+def _examine(dataset: Any) -> None:
+    """Read every sample through, several at a time; tell how far it is while that takes long."""
+    places = [(split, index) for split in SPLITS for index in range(dataset.num_images(split))]
+    is_terminal = sys.stderr.isatty()
+    pause_s, end = (1.0, "\r") if is_terminal else (30.0, "\n")
+    told_at, line = time.monotonic(), ""
+    with threads() as pool:
+        for count, _ in enumerate(ordered(pool, lambda number: dataset.examine(*places[number]), len(places)), 1):
+            if time.monotonic() > told_at + pause_s:
+                told_at, line = time.monotonic(), f"gems: checked {count} of {len(places)} samples before training"
+                print(line, end=end, file=sys.stderr, flush=True)
+    if line and is_terminal:
+        print(" " * len(line), end=end, file=sys.stderr, flush=True)
 
 
 def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]:
@@ -76,22 +91,6 @@ def _first_of_each_class(dataset: Dataset, split: Split, task: str) -> list[int]
         label = dataset.label(split, index)
         first.setdefault(label if isinstance(label, int) else 0, index)
     return sorted(first.values())
-
-
-def _read_through(path: Path, data: DataConfig) -> None:
-    """Read a whole file; raises ConfigError if it cannot be read, or would be misread."""
-    if data.channels not in MODES:
-        read_channels(path, data)
-        return
-    with opened(path, data) as picture:
-        is_png = picture.format == "PNG" and data.page is None
-        if not is_png:
-            # Other formats carry no checksums, so Pillow's verify() would pass a truncated file.
-            picture.draft("L", (1, 1))
-            picture.load()
-    if is_png:
-        with opened(path, data, verify=True):
-            pass
 
 
 def _stamps(files: list[Path]) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label
-from gems.data.images import KEYS, FileDataset, check_images, opened, stamps
+from gems.data.files.paths import expanded, files_below, split_folders
+from gems.data.files.reader import read_mask
+from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
 
-_LAYOUTS = "PATH/images/* and PATH/masks/*, or both in PATH/train and PATH/validation"
+_LAYOUTS = "PATH/images/* and PATH/masks/*, or both in PATH/train and PATH/validation (or val)"
 
 Pair = tuple[Path, Path]
 
@@ -36,35 +37,22 @@ class MaskDataset(FileDataset):
         return self._pairs[split][index][0]
 
     def files(self) -> list[Path]:
-        """Return all image files that the dataset reads."""
-        return [image for pairs in self._pairs.values() for image, _ in pairs]
+        """Return all files that the dataset reads."""
+        return [path for pairs in self._pairs.values() for pair in pairs for path in pair]
+
+    def examine(self, split: Split, index: int) -> None:
+        """Read an image and its mask through; raises ConfigError for what would be misread."""
+        super().examine(split, index)
+        self._label(split, index)
 
     def identity(self, split: Split) -> str:
         """Return names, sizes and times of a split's images."""
         return stamps([image for image, _ in self._pairs[split]])
 
     def _label(self, split: Split, index: int) -> Label:
-        path = self._pairs[split][index][1]
-        mask = mapped(read_mask(path, self.config), self.config.class_map)
-        return as_label(mask, self.config, "segmentation", str(path))
-
-
-def read_mask(path: Path, data: DataConfig) -> NDArray[Any]:
-    """Return a mask file as (height, width) of the numbers in it, fitted as `read_image` does, by the nearest pixel.
-
-    Raises:
-        ConfigError: a file that cannot be read, or one of colours.
-    """
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    with opened(path, data, is_mask=True) as picture:
-        upright = ImageOps.exif_transpose(picture)
-        if upright.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
-            text = f"{path} has colours (mode {upright.mode})"
-            raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
-        tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
-        return np.asarray(tile).astype(np.int64)
+        image, path = self._pairs[split][index]
+        mask = mapped(read_mask(path, self.config, image), self.config.class_map)
+        return self._without_nodata(as_label(mask, self.config, "segmentation", str(path)), split, index)
 
 
 def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
@@ -77,13 +65,19 @@ def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
     return made
 
 
+def check_values_of_map(data: DataConfig) -> None:
+    """Raise ConfigError for a data.class_map of names, of labels that are numbers."""
+    wrong = [value for value in data.class_map if not value.isdecimal()]
+    if wrong:
+        advice = "the labels are numbers, as in {255:1}"
+        raise ConfigError("data.class_map", data.class_map, f"names {wrong[0]}", advice)
+
+
 def check(data: DataConfig) -> None:
     """Raise ConfigError for folders that are missing, or images without a mask; opens no image."""
     check_images(data)
-    wrong = [value for value in data.class_map if not value.isdecimal()]
-    if wrong:
-        raise ConfigError("data.class_map", data.class_map, f"names {wrong[0]}", "a mask holds numbers, as in {255:1}")
-    if data.path is None or not Path(data.path).expanduser().is_dir():
+    check_values_of_map(data)
+    if data.path is None or not expanded("data.path", data.path).is_dir():
         raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
     for folder in _folders(data):
         _pairs_of(folder, data)
@@ -91,12 +85,9 @@ def check(data: DataConfig) -> None:
 
 def _folders(data: DataConfig) -> list[Path]:
     """Return the folders of train and validation, or the only one."""
-    root = Path(str(data.path)).expanduser()
-    split = [root / name for name in ("train", "validation") if (root / name / "images").is_dir()]
-    if len(split) == 1:
-        text = f"has {split[0].name}/images but not the other split"
-        raise ConfigError("data.path", data.path, text, f"lay it out as {_LAYOUTS}")
-    return split or [root]
+    root = expanded("data.path", str(data.path))
+    split = split_folders(root, "images", _LAYOUTS)
+    return [root] if split is None else [split["train"], split["validation"]]
 
 
 def _split(data: DataConfig, seed: int) -> dict[Split, list[Pair]]:
@@ -120,8 +111,7 @@ def _pairs_of(folder: Path, data: DataConfig) -> list[Pair]:
 def _by_stem(folder: Path, data: DataConfig) -> dict[str, Path]:
     if not folder.is_dir():
         raise ConfigError("data.path", data.path, f"has no folder {folder}", f"lay it out as {_LAYOUTS}")
-    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
+    return {str(path.relative_to(folder).with_suffix("")): path for path in files_below(folder)}
 
 
 DATASETS.register(

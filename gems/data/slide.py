@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Box, Image, Source, Split, Tokens
-from gems.data.images import MODES, ImageDataset, Values, check_images, stamps
+from gems.data.files.paths import expanded
+from gems.data.files.reader import MODES
+from gems.data.files.values import Values
+from gems.data.images import ImageDataset, check_images, stamps
 from gems.data.pyramid import SAME_SCALE, Handles, Slide, library, read_bands, read_facts, tissue_mask
 from gems.data.table import Row, Rows, class_numbers, read_rows, split_rows
 from gems.data.tissue import TISSUE_SLIDE, tissue_slide
@@ -171,7 +174,7 @@ def _root(data: DataConfig) -> Path:
     """Return the folder of the slides, or the only one."""
     if data.path == TISSUE_SLIDE:
         return tissue_slide()
-    found = None if data.path is None else Path(data.path).expanduser()
+    found = None if data.path is None else expanded("data.path", data.path)
     if found is None or not found.exists():
         advice = (
             f"give a folder of slides, or one slide; {TISSUE_SLIDE} is a small one made from scikit-image's picture"
@@ -182,7 +185,7 @@ def _root(data: DataConfig) -> Path:
 
 def _labels_path(data: DataConfig) -> Path:
     if data.labels_path is not None:
-        return Path(data.labels_path).expanduser()
+        return expanded("data.labels_path", data.labels_path)
     root = _root(data)
     return (root if root.is_dir() else root.parent) / LABELS
 
@@ -214,9 +217,6 @@ def _checked_rows(data: DataConfig) -> Rows:
         text = f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
         raise ConfigError("data.height_px", data.height_px, text, "set both alike")
     for line, row in enumerate(rows, start=2):
-        empty = [name for name in (data.image_column, "label") if not row[name]]
-        if empty:
-            raise ConfigError(key, path, f"line {line} has no {empty[0]}", "fill it, or remove the line")
         if is_listed and not (row["x"].isdecimal() and row["y"].isdecimal()):
             text = f"line {line} has x={row['x']}, y={row['y']}"
             raise ConfigError(key, path, text, "must be whole numbers, in pixels of level 0")
@@ -326,7 +326,7 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
     """Return the patches that TRIDENT or CLAM wrote for a slide."""
     import h5py
 
-    root, stem = Path(str(data.coords_path)).expanduser(), slide.path.stem
+    root, stem = expanded("data.coords_path", str(data.coords_path)), slide.path.stem
     tried = [root] if root.is_file() else [root / f"{stem}.h5", root / f"{stem}_patches.h5"]
     path = next((each for each in tried if each.is_file()), None)
     if path is None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import Split, generator
+from gems.data.files.paths import expanded
 from gems.errors import ConfigError
 
-NAMES: dict[str, Split | None] = {"train": "train", "validation": "validation", "val": "validation", "test": None}
+NAMES: dict[str, Split | None] = {
+    "train": "train", "validation": "validation", "val": "validation", "valid": "validation", "test": None
+}  # fmt: skip
 _FORMS = "CSV with columns index,split, or JSON with the lists train and validation"
 
 Indices = dict[Split, NDArray[np.int64]]
@@ -69,7 +71,7 @@ def read_split(path: str, count: int) -> Indices:
 def _rows(path: str) -> list[tuple[str, int]]:
     """Return (name of the split, index) of each entry."""
     try:
-        text = Path(path).expanduser().read_text()
+        text = expanded("data.split_path", path).read_text()
         if path.endswith(".json"):
             return [(str(name), int(index)) for name, indices in json.loads(text).items() for index in indices]
         return [(row["split"].strip(), int(row["index"])) for row in csv.DictReader(text.splitlines())]

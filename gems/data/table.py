@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from gems.config.schema import DataConfig
 from gems.data.dataset import DATASETS, Label, Source, Split, as_label, generator
+from gems.data.files.paths import expanded
 from gems.data.images import KEYS, FileDataset, check_images, stamps
 from gems.data.splits import NAMES, num_held_out
 from gems.errors import ConfigError, one_of
@@ -31,7 +33,7 @@ class TableDataset(FileDataset):
         kinds = [row[data.label_columns[0]] if self._task == TASKS[0] else "" for row in rows]
         self._numbers = numbers_of_classes(data, rows)
         self._rows = split_rows(data, "data.path", rows, kinds, seed)
-        self._folder = Path(str(data.path)).expanduser().parent
+        self._folder = expanded("data.path", str(data.path)).parent
         super().__init__(data, len(self._rows["train"]), len(self._rows["validation"]), seed)
 
     def path(self, split: Split, index: int) -> Path:
@@ -79,10 +81,12 @@ def _checked_rows(data: DataConfig) -> Rows:
     for line, row in enumerate(rows, start=2):
         for column in columns:
             try:
-                float(row[column])
+                is_finite = math.isfinite(float(row[column]))
             except ValueError:
+                is_finite = False
+            if not is_finite:
                 text = f"line {line} has {row[column]!r} in column {column}"
-                raise ConfigError("data.path", data.path, text, "must be a number") from None
+                raise ConfigError("data.path", data.path, text, "must be a number")
     return rows
 
 
@@ -93,10 +97,10 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
         ConfigError: it cannot be read, or lacks a column, a cell or any row.
     """
     try:
-        with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
+        with expanded(key, path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             names = list(reader.fieldnames or ())
-            rows = list(reader)
+            rows = [(reader.line_num, row) for row in reader]
     except OSError as error:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "give a CSV file") from error
     except (csv.Error, UnicodeDecodeError) as error:
@@ -104,12 +108,16 @@ def read_rows(key: str, path: str, columns: list[str]) -> Rows:
     for column in columns:
         if column not in names:
             raise ConfigError(key, path, f"has no column {column}", f"its columns: {one_of(names)}" if names else "")
-    for line, row in enumerate(rows, start=2):
+    for line, row in rows:
         if any(row[column] is None for column in columns):
             raise ConfigError(key, path, f"line {line} has too few cells")
+        empty = next((column for column in columns if not row[column].strip()), None)
+        if empty is not None:
+            advice = f"fill it, or remove the line ({Path(path).name}:{line})"
+            raise ConfigError(key, path, f"line {line} has no {empty}", advice)
     if not rows:
         raise ConfigError(key, path, "has no rows")
-    return [{name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)} for row in rows]
+    return [{name: (cell or "").strip() for name, cell in row.items() if isinstance(name, str)} for _, row in rows]
 
 
 def numbers_of_classes(data: DataConfig, rows: Rows | None = None) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,7 @@ class TargetDataset(Dataset):
             raise ConfigError(KEY, self._target, text, f"must be {expected} and ({len(samples)}, ...)")
         is_class = np.issubdtype(second.dtype, np.integer)
         return (
-            first.astype(np.float32, copy=False) if images else None,
+            self._finite(first.astype(np.float32, copy=False), f"a micro-batch of {split}") if images else None,
             second.astype(np.int64 if is_class else np.float32, copy=False) if labels else None,
         )
 
@@ -155,7 +156,7 @@ class TargetDataset(Dataset):
         is_tensor = hasattr(value, "detach")
         given = value.detach().float().numpy() if is_tensor else np.asarray(value)
         if given.shape == self.shape:
-            return np.ascontiguousarray(given, dtype=np.float32)
+            return self._finite(np.ascontiguousarray(given, dtype=np.float32), self.name_of(split, index))
         text = f"{self.name_of(split, index)} has shape {given.shape}, and the keys say {self.shape}"
         if given.ndim != 3:
             raise ConfigError(KEY, self._target, text, "must be an array or tensor (channels, height, width)")
@@ -164,6 +165,14 @@ class TargetDataset(Dataset):
             raise ConfigError(KEY, self._target, text, "give channels first, as a tensor or by transpose(2, 0, 1)")
         advice = f"set data.channels={channels} data.height_px={height} data.width_px={width}"
         raise ConfigError(KEY, self._target, text, advice)
+
+    def _finite(self, image: Image, name: str) -> Image:
+        if math.isfinite(float(np.sum(image, dtype=np.float64))):
+            return image
+        wrong = ~np.isfinite(image)
+        first = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        text = f"{name} has {wrong.sum()} values that are not finite, the first ({image[first]}) in row {first[-2]}, "
+        raise ConfigError(KEY, self._target, f"{text}column {first[-1]}", "repair the sample, or leave it out")
 
     def _as_label(self, value: Any, split: Split, index: int) -> Label:
         return as_label(value, self._config, self._task, self.name_of(split, index))

@@ -195,8 +195,8 @@ def test_a_flipped_byte_in_a_png_is_found(tmp_path: Path) -> None:
 
 def test_values_without_a_known_range_are_refused(tmp_path: Path) -> None:
     fill(tmp_path, suffix="tif")
-    Image.fromarray(np.zeros((8, 8), dtype=np.float32)).save(tmp_path / "alpha" / "1.tif")
-    assert "mode F" in str(refused(tmp_path))
+    Image.fromarray(np.zeros((8, 8), dtype=np.int32)).save(tmp_path / "alpha" / "1.tif")
+    assert "mode I" in str(refused(tmp_path))
 
 
 def test_hidden_files_are_no_images(tmp_path: Path) -> None:

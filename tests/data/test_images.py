@@ -14,9 +14,9 @@ from PIL import Image
 from gems.config.compose import compose
 from gems.config.schema import DataConfig
 from gems.data import check_data, open_dataset
-from gems.data.images import ImageDataset, read_image
+from gems.data.files.reader import read_image, read_mask
+from gems.data.images import ImageDataset
 from gems.data.inspection import inspect_data
-from gems.data.masks import read_mask
 from gems.errors import ConfigError
 from gems.runs.prepare import prepare
 
@@ -255,7 +255,7 @@ class TestTransforms:
 def test_what_was_inspected_is_not_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inspect_data(data_of(root), 0)
     with monkeypatch.context() as patched:
-        patched.setattr("gems.data.inspection._read_through", lambda *_: pytest.fail("read again"))
+        patched.setattr("gems.data.inspection._examine", lambda *_: pytest.fail("read again"))
         inspect_data(data_of(root), 0)
     (root / "a" / "0.png").write_bytes(b"no image")
     with pytest.raises(ConfigError, match="not a readable image"):

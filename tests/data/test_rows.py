@@ -99,7 +99,7 @@ FILES: list[tuple[np.ndarray, dict[str, Any], dict[str, Any]]] = [
     (GREY, {"tile": (16, 16), "compression": "packbits"}, {"channels": 1}),
     (GREY.astype(np.uint16) * 200, {"byteorder": ">"}, {"channels": 1, "bits": 16}),
     (BANDS, {"photometric": "minisblack", "planarconfig": "separate"}, {"channels": 5, "bits": 12}),
-    (BANDS.astype(np.float32) / 4000, {"tile": (16, 16), "planarconfig": "separate"}, {"channels": 5}),
+    (BANDS.astype(np.float32) / 4000, {"tile": (16, 16), "planarconfig": "separate"}, {"channels": 5, "mean": [2.0]}),
 ]
 
 
@@ -145,7 +145,7 @@ def test_files_that_are_read_whole(tmp_path: Path, options: dict[str, Any], chan
         (COLOUR, (1, 8, 101, 3), {}),
         (COLOUR.transpose(2, 0, 1), (1, 3, 20, 50), {}),
         (GREY.astype(np.uint16), None, {"channels": 1, "bits": 12}),
-        (BANDS.astype(np.float32) / 4000, None, {"channels": 5}),
+        (BANDS.astype(np.float32) / 4000, None, {"channels": 5, "mean": [2.0]}),
     ],
 )
 def test_of_hdf5_files_are_those_of_the_whole(

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gems.data.files.formats import unreadable
 from gems.errors import ConfigError
 
 _GREY, _RGB, _SEPARATE = (0, 1), 2, 2  # tags PhotometricInterpretation and PlanarConfiguration
 _UPRIGHT = 1
+NODATA_TAG = 42113  # GDAL_NODATA
 # None, LZW, Deflate (two numbers), PackBits and Zstandard: all decoders give the same values.
 _LOSSLESS = (1, 5, 8, 32946, 32773, 50000)
 _LEAST_SEGMENTS = 4  # by which rows are read with much less than the whole
@@ -64,16 +66,45 @@ def read_tiff(path: Path, page: int | None, channels: int, part: Part | None = N
                 raise ConfigError("data.page", page, f"{path} has {len(pages)} pages", "count from 0")
             chosen = pages[page or 0]
             _check(chosen, path, channels)
+            if chosen.compression not in tifffile.TIFF.DECOMPRESSORS:
+                text = f"is compressed by {_name(chosen.compression)}, which no installed library reads"
+                raise ConfigError("data.path", path, text, "pip install imagecodecs, or save it by Deflate")
             values = chosen.asarray() if part is None else _read_part(chosen, *part)
     except ConfigError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        text = f"not a readable image: {why}"
-        raise ConfigError("data.path", path, text, "repair or remove the file") from error
+        raise unreadable(path, error) from error
     if values.ndim == 2:
         return np.asarray(values[np.newaxis])
     return np.asarray(values if chosen.planarconfig == _SEPARATE else values.transpose(2, 0, 1))
+
+
+def sides_of(path: Path, page: int | None) -> tuple[int, int]:
+    """Return the (width, height) of a page; raises ConfigError if it cannot be read."""
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(path) as file:
+            chosen: Any = file.pages[page or 0]
+            return int(chosen.imagewidth), int(chosen.imagelength)
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
+def tag_of(path: Path, page: int | None, number: int) -> Any:
+    """Return the value of a page's tag, None if it has none or cannot be read."""
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(path) as file:
+            chosen: Any = file.pages[page or 0]
+            return chosen.tags[number].value
+    except Exception:
+        return None
+
+
+def _name(code: Any) -> str:
+    return str(getattr(code, "name", code))
 
 
 def _segment_px(page: Any) -> tuple[int, int]:
@@ -122,11 +153,11 @@ def _check(page: Any, path: Path, channels: int) -> None:
     if page.imagedepth != 1:
         raise ConfigError("data.path", path, "has a page of several planes", "save each as a page")
     if page.photometric not in (*_GREY, _RGB):
-        text = f"has colours of kind {getattr(page.photometric, 'name', page.photometric)}, which would be misread"
+        text = f"has colours of kind {_name(page.photometric)}, which would be misread"
         raise ConfigError("data.path", path, text, "convert it to RGB by its colour profile")
     if page.photometric == _GREY[0]:
         raise ConfigError("data.path", path, "counts from white (MINISWHITE)", "save it with 0 as black")
-    if page.dtype not in (np.uint8, np.uint16, np.float32):
+    if page.dtype not in (np.uint8, np.uint16) and not np.issubdtype(page.dtype, np.floating):
         text = f"has values of type {page.dtype}, which has no known range"
         raise ConfigError("data.path", path, text, "use uint8, uint16 or float32")
     orientation = page.tags.get("Orientation")

@@ -10,8 +10,8 @@ import pytest
 import tifffile
 
 from gems.config.schema import DataConfig
-from gems.data.images import read_image
-from gems.data.tiff import read_tiff
+from gems.data.files.reader import read_image
+from gems.data.files.tiff import read_tiff
 from gems.errors import ConfigError
 
 VALUES = np.random.default_rng(0).integers(0, 4096, (3, 8, 12), dtype=np.uint16)

@@ -1,0 +1,1 @@
+"""Reads files of images and masks, and refuses by name what would be misread."""

@@ -1,0 +1,280 @@
+"""Reads image files and masks: by Pillow, and by tifffile for TIFF files that Pillow cuts or cannot decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.config.schema import DataConfig
+from gems.data.dataset import NO_LABEL
+from gems.data.files.formats import is_tiff, unreadable
+from gems.data.files.tiff import NODATA_TAG, part_type, read_tiff, sides_of, tag_of
+from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape
+from gems.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+TIFF_SUFFIXES = (".tif", ".tiff")
+_MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B")
+_ORIENTATION = 274  # tag of EXIF
+_UPRIGHT, _LAST_UNSWAPPED = 1, 4
+_STUBS = ("BUFR", "FITS", "GRIB", "HDF5")  # which Pillow knows and does not read as images
+_NOT_DECODED = ("webp",)  # compressions of TIFF that Pillow knows and its libtiff may not
+
+
+def gives_parts(path: Path, data: DataConfig) -> bool:
+    """Return whether `read_tiff` gives parts of a file as `read_image` does the whole, and with less memory."""
+    if path.suffix.lower() not in TIFF_SUFFIXES or data.channels == max(MODES):  # which may be an alpha channel
+        return False
+    dtype = part_type(path, data.page, data.channels, (data.height_px, data.width_px))
+    if dtype is None or data.channels not in MODES:
+        return dtype is not None
+    return bool(dtype.kind == "f" or dtype == (np.uint16 if data.bits not in (None, 8) else np.uint8))
+
+
+def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Values:
+    """Return an image file as (channels, height, width), scaled to cover height x width, its middle kept.
+
+    Raises:
+        ConfigError: a file that cannot be read, or that would be misread: wider values without data.bits, more pages
+            than one without data.page, CMYK, transparency that data.channels drops.
+    """
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    name = str(path)
+    if _is_for_tifffile(path, data):
+        return fitted(read_tiff(path, data.page, data.channels), data, name, nodata)
+    with opened(path, data) as picture:
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode.startswith("I;16"):
+            if data.channels != 1:
+                raise ConfigError("data.channels", data.channels, f"{path} has 1 channel of 16 bits", "use 1")
+            return fitted(np.asarray(upright)[np.newaxis], data, name, nodata)
+        if data.bits not in (None, 8):
+            raise ConfigError("data.bits", data.bits, f"{path} has values of 8 bits", "leave it out")
+        wanted = MODES[data.channels]
+        tile = upright if upright.mode == wanted else upright.convert(wanted)
+        if nodata is None:
+            tile = ImageOps.fit(tile, (data.width_px, data.height_px), Resampling.BILINEAR)
+    values = np.asarray(tile).reshape(tile.height, tile.width, data.channels).transpose(2, 0, 1)
+    return values if nodata is None else fitted(values, data, name, nodata)
+
+
+def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArray[Any]:
+    """Return a mask file as (height, width) of the numbers in it, and NO_LABEL where it holds its number of no data.
+
+    It is turned as its image is and fitted as `read_image` does, by the nearest pixel. A number of no data that is one
+    of a class stays as it is.
+
+    Raises:
+        ConfigError: a file that cannot be read, one of colours, or one of another shape than its image.
+    """
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    with opened(path, data, is_mask=True) as picture:
+        upright = ImageOps.exif_transpose(picture) if image is None else _as_its_image(picture, path, data, image)
+        if upright.mode not in _MASK_MODES:
+            text = f"{path} has {'floats' if upright.mode == 'F' else 'colours'} (mode {upright.mode})"
+            raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
+        tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
+        mask = np.asarray(tile).astype(np.int64)
+        nodata = _nodata_of(picture)
+        if nodata is not None and f"{nodata:g}" not in data.class_map and nodata not in range(data.num_classes):
+            mask[mask == nodata] = NO_LABEL
+        return mask
+
+
+def read_nodata(path: Path, data: DataConfig) -> float | None:
+    """Return the value of an image's pixels without data, by data.nodata or the tag of a TIFF file; None if none."""
+    from PIL import Image
+
+    if data.nodata is not None:
+        return as_nodata(data.nodata)
+    if not is_tiff(path):
+        return None
+    try:
+        with Image.open(path) as picture:
+            picture.seek(data.page or 0)
+            return _nodata_of(picture)
+    except Exception:  # what only tifffile reads
+        return as_nodata(tag_of(path, data.page, NODATA_TAG))
+
+
+def check_header(path: Path, data: DataConfig) -> None:
+    """Raise ConfigError for a file that says of itself that it cannot be read, or would be misread."""
+    if not _is_for_tifffile(path, data):
+        with opened(path, data):
+            pass
+
+
+def read_through(path: Path, data: DataConfig, nodata: float | None = None) -> None:
+    """Read a whole file; raises ConfigError if it cannot be read, or would be misread."""
+    if _is_for_tifffile(path, data):
+        checked(read_tiff(path, data.page, data.channels), data, str(path), nodata)
+        return
+    with opened(path, data) as picture:
+        is_wide = picture.mode.startswith("I;16")
+        has_checksums = picture.format == "PNG" and data.page is None and not is_wide
+        if is_wide:
+            checked(np.asarray(picture)[np.newaxis], data, str(path), nodata)
+        elif not has_checksums:
+            # Other formats carry no checksums, so Pillow's verify() would pass a truncated file.
+            picture.draft("L", (1, 1))
+            picture.load()
+    if has_checksums:
+        with opened(path, data, verify=True):
+            pass
+
+
+@contextmanager
+def opened(path: Path, data: DataConfig, is_mask: bool = False, verify: bool = False) -> Iterator[Picture]:
+    """Open an image file at its page; to `verify` is to look at checksums only.
+
+    Raises:
+        ConfigError: it cannot be read, or would be misread.
+    """
+    import PIL.Image
+
+    # Pillow guards web services against huge uploads; here huge images are the point, and the user's own.
+    PIL.Image.MAX_IMAGE_PIXELS = None
+    try:
+        with PIL.Image.open(path) as picture:
+            if verify:
+                picture.verify()
+            else:
+                _check_picture(picture, path, data, is_mask)
+            yield picture
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
+def _is_for_tifffile(path: Path, data: DataConfig) -> bool:
+    """Return whether tifffile reads a file: one that Pillow would cut to 8 bits, or cannot decode."""
+    import PIL.Image
+
+    if data.channels not in MODES:
+        if path.suffix.lower() not in TIFF_SUFFIXES:
+            advice = "use TIFF files, or 1 (grey), 3 (colour) or 4 (with alpha)"
+            raise ConfigError("data.channels", data.channels, f"{path} is no TIFF file", advice)
+        return True
+    if not is_tiff(path):
+        return False
+    try:
+        with PIL.Image.open(path) as picture:
+            picture.seek(data.page or 0)
+            is_wide = _is_wide_colour(picture, data)
+            return is_wide or picture.mode == "F" or picture.info.get("compression") in _NOT_DECODED
+    except EOFError:  # no such page
+        return False
+    except Exception:
+        return True
+
+
+def _as_its_image(mask: Picture, path: Path, data: DataConfig, image: Path) -> Picture:
+    """Return a mask turned as its image is: by its own orientation, or by that of the image if that fits.
+
+    Raises:
+        ConfigError: it has another shape.
+    """
+    from PIL import ImageOps
+    from PIL.Image import Transpose
+
+    size, orientation = _geometry(image, data)
+    upright = size if orientation <= _LAST_UNSWAPPED else size[::-1]
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
+    }  # fmt: skip
+    if mask.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT:
+        turned = ImageOps.exif_transpose(mask)
+    elif orientation in turns and have_one_shape(mask.size, size):
+        turned = mask.transpose(turns[orientation])
+    else:
+        turned = mask
+    if not have_one_shape(turned.size, upright):
+        text = "has {} x {} px, and its image {} has {} x {}".format(*turned.size, image, *upright)
+        raise ConfigError("data.path", path, text, "give both one size")
+    return turned
+
+
+def _geometry(path: Path, data: DataConfig) -> tuple[tuple[int, int], int]:
+    """Return the (width, height) of an image as it is stored, and its orientation."""
+    if _is_for_tifffile(path, data):
+        return sides_of(path, data.page), _UPRIGHT
+    with opened(path, data, is_mask=True) as picture:
+        return picture.size, int(picture.getexif().get(_ORIENTATION, _UPRIGHT))
+
+
+def _nodata_of(picture: Picture) -> float | None:
+    tags: Any = getattr(picture, "tag_v2", {})
+    return as_nodata(tags.get(NODATA_TAG))
+
+
+def _check_picture(picture: Picture, path: Path, data: DataConfig, is_mask: bool) -> None:
+    pages = getattr(picture, "n_frames", 1)
+    if data.page is None and pages > 1:
+        raise ConfigError("data.page", "null", f"{path} has {pages} pages", f"set data.page=0 to {pages - 1}")
+    if data.page is not None:
+        if data.page >= pages:
+            raise ConfigError("data.page", data.page, f"{path} has {pages} pages", "count from 0")
+        picture.seek(data.page)
+    if is_mask:
+        return
+    if picture.format in _STUBS:
+        raise OSError(f"no reader of {picture.format}")
+    if picture.mode in ("I", "F"):
+        advice = "use 8 or 16 bits a channel, or a TIFF file of float32"
+        raise ConfigError(
+            "data.path", path, f"not a readable image: its mode {picture.mode} has no known range; {advice}"
+        )
+    if picture.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+        advice = "convert it to RGB by its colour profile"
+        raise ConfigError("data.path", path, f"has colours of mode {picture.mode}, which would be misread", advice)
+    bits = _bits_of(picture)
+    if bits > 8 and not picture.mode.startswith("I;16") and not _is_wide_colour(picture, data):
+        text = f"has {bits} bits a channel in colour, which would be cut to 8"
+        raise ConfigError("data.path", path, text, "convert it to 8 bits, or to a TIFF file and set data.bits")
+    if bits > 8 and data.bits is None:
+        raise ConfigError(
+            "data.bits", "null", f"{path} has values of {bits} bits", "set data.bits=16, or 12 if so many"
+        )
+    if data.channels == 1 and picture.mode == "P":
+        raise ConfigError("data.channels", 1, f"{path} has a palette of colours", "set data.channels=3")
+    has_alpha = picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info
+    if has_alpha and data.channels != 4 and not _is_opaque(picture):
+        text = f"{path} is transparent in places, which {data.channels} channels would drop"
+        raise ConfigError("data.channels", data.channels, text, "set data.channels=4, or flatten the file")
+
+
+def _is_wide_colour(picture: Picture, data: DataConfig) -> bool:
+    """Return whether a file is a TIFF of colours that Pillow would cut to 8 bits and data.bits wants whole."""
+    wide = picture.format == "TIFF" and not picture.mode.startswith("I;16") and _bits_of(picture) > 8
+    return wide and data.bits not in (None, 8)
+
+
+def _is_opaque(picture: Picture) -> bool:
+    extrema: Any = (picture if picture.mode in ("RGBA", "LA") else picture.convert("RGBA")).getextrema()
+    return bool(extrema[-1] == (255, 255))
+
+
+def _bits_of(picture: Picture) -> int:
+    """Return the bits of a channel in the file, which Pillow cuts to 8 for colours."""
+    if picture.mode.startswith("I;16"):
+        return 16
+    tags: Any = getattr(picture, "tag_v2", None)
+    if tags is not None:
+        return int(np.max(tags.get(258, 8)))
+    tiles: Any = getattr(picture, "tile", ())
+    raw = [str(tile[3]) for tile in tiles]
+    return 16 if picture.format == "PNG" and any(";16" in mode for mode in raw) else 8
