@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gems.models.imported.tracing import Path, Traced, block_of, leaves
+from gems.models.imported.tracing import FROZEN, Path, Traced, block_of, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,13 @@ def _carrier(like: Tensor, *sizes: int) -> Tensor:
     return like.new_empty((*sizes, 0), dtype=torch.uint8)
 
 
+def _stop_gradients() -> bool:
+    """Compute without gradients from here on; return whether there were any."""
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    return before
+
+
 def _graph_of(
     traced: Traced, inside: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node] | None
 ) -> tuple[fx.Graph, tuple[str, ...]]:
@@ -221,7 +228,10 @@ def _graph_of(
         node: _rebuild(graph, slots, values[node], node in changed) for node, slots in zip(before, taken, strict=True)
     }
     for node in inside:
+        mode = graph.call_function(_stop_gradients) if node.meta[FROZEN] else None
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if mode is not None:
+            graph.call_function(torch.set_grad_enabled, (mode,))
         if node.op == "placeholder" and node in changed:
             copies[node] = graph.call_function(torch.clone, (copies[node],))
     if after is None:

@@ -10,7 +10,9 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,10 @@ from gems.models.outputs import tensors_in
 
 Path = tuple[int, ...]
 TRACED_BATCH = 2
+FROZEN = "frozen"  # of a step in training: whether the network computes it without gradients
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _WHOLE_CALLS = ("einops",)  # packages whose functions are steps of the graph, as torch's are
 _PLAIN = "a size or a value as a plain number (of a size only a block's own forward makes one)"
 
@@ -59,8 +64,10 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
     """
     tracer = _Tracer(image)
     check_inputs(root, target)
+    _check_hooks(root, target)
     try:
-        graph = tracer.trace(root)
+        with torch.set_grad_enabled(root.training), _functions_refused(tracer):
+            graph = tracer.trace(root)
     except ConfigError:
         raise
     except Exception as error:
@@ -79,6 +86,18 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
             f"its forward at {place_of_forward(root)} must give a tensor of scores, and gives {type(value).__name__}",
         )  # fmt: skip
     return Traced(graph, tracer.values, tracer.writes, value)
+
+
+def _check_hooks(root: nn.Module, target: str) -> None:
+    """Raise ConfigError for a hook of a module that is cut into layers, which none of them would call."""
+    for path, module in root.named_modules():
+        for kind in _HOOKS if not path else _HOOKS[2:] if is_open(root, path) else ():
+            if getattr(module, kind):
+                name = f"{path or 'the network'} ({type(module).__name__})"
+                text = f"{name} has hooks ({kind.strip('_')}), which are lost when it is cut into layers"
+                raise ConfigError(
+                    "model.target", target, text, "register them on blocks inside of it, or take them out"
+                )
 
 
 def is_open(root: nn.Module, path: str) -> bool:
@@ -171,7 +190,7 @@ class _Tracer(fx.Tracer):
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._image = image
         self._versions: dict[fx.Node, int] = {}
-        self._is_running = False
+        self.is_running = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not is_open(self.root, module_qualified_name)
@@ -200,6 +219,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
+        node.meta[FROZEN] = self.root.training and not torch.is_grad_enabled()
         # parameters among arguments, and named tuples, are made into nodes without a proxy
         if kind == "get_attr" or isinstance(node.target, type):
             self._evaluate(node)
@@ -213,10 +233,10 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self._is_running else super().call_module(m, forward, args, kwargs)
+        return forward(*args, **kwargs) if self.is_running else super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return attr_val if self._is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val if self.is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         value = self.values[obj.node]
@@ -258,12 +278,12 @@ class _Tracer(fx.Tracer):
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: int = TRACED_BATCH) -> Any:
         """Return what a step gives on the meta device; nothing of it is recorded."""
-        before, self._is_running = self._is_running, True
+        before, self.is_running = self.is_running, True
         try:
             with torch.no_grad(), torch.device("meta"):
                 return self._call(node, values, batch)
         finally:
-            self._is_running = before
+            self.is_running = before
 
     def _call(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: int) -> Any:
         target: Any = node.target
@@ -277,6 +297,28 @@ class _Tracer(fx.Tracer):
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
+
+
+@contextmanager
+def _functions_refused(tracer: _Tracer) -> Iterator[None]:
+    """Raise TraceError after a block in which a custom autograd function was applied between blocks.
+
+    It runs on traced values as on any others, and only its forward would be recorded.
+    """
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is _APPLY and not tracer.is_running:
+            names.append(frame.f_locals["cls"].__name__)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    if names:
+        raise TraceError(f"a custom autograd function ({names[0]}) between its blocks: apply it in a module of its own")
 
 
 def _version(value: Any) -> int:
