@@ -5,6 +5,7 @@ PY     := $(VENV)/bin/python
 CONF   ?= quickstart
 ARGS   ?=
 DRY    ?=
+TORCH  ?=
 RUN    ?=
 EVERY  ?= 1
 export HDF5_USE_FILE_LOCKING ?= FALSE
@@ -12,7 +13,7 @@ export HDF5_USE_FILE_LOCKING ?= FALSE
 BENCHES = bench-engine bench-peers bench-transports bench-split bench-compile bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
           bench-resume bench-outside bench-fidelity bench-attribution bench-report bench-planner bench-slide bench-networks
 
-.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm coverage docs docs-test lint \
+.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm test-wheel coverage docs docs-test lint \
         format bench $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
@@ -24,7 +25,7 @@ help:
 	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
 	@echo "make report CONF=study | RUN='a b' [ARGS='--out x.html']  one HTML page about runs, which needs no network"
 	@echo "make report CONF=study ARGS=--proposal              one PDF page for a compute-time proposal, and its CSV"
-	@echo "make test | test-device | test-gloo | test-slurm | coverage | lint | bench    check"
+	@echo "make test | test-device | test-gloo | test-slurm | test-wheel | coverage | lint | bench    check"
 	@echo "make docs | docs-test                               build the site from docs/, run every command in it"
 
 setup: $(VENV)/.ready
@@ -79,6 +80,10 @@ test-device: setup
 test-gloo: setup
 	GEMS_MPI_TESTS=1 GEMS_TEST_TRANSPORT=gloo MPIR_CVAR_POLLS_BEFORE_YIELD=10 OMP_NUM_THREADS=1 timeout 600 \
 	  $(VENV)/bin/mpiexec -n 4 $(PY) -m pytest -q -x -p no:cacheprovider --timeout=240 tests/mpi/mpi_exactness.py
+
+# The wheel in an environment of its own, from an empty folder. TORCH names versions; empty: the pinned one.
+test-wheel:
+	PYTHON=$(PYTHON) scripts/wheel_matrix.sh $(TORCH)
 
 test-slurm: setup
 	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm -n 2 --dist loadfile --no-loadscope-reorder
