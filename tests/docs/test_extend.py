@@ -29,11 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def run(folder: Path, *argv: str) -> str:
+def run(folder: Path, program: str, *argv: str) -> str:
+    """Run a program that is installed beside this interpreter."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(folder / "cache")}
-    ended = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    words = [str(Path(sys.executable).with_name(program)), *argv]
+    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -42,12 +42,12 @@ def shown(folder: Path, verb: str, *more: str) -> str:
     """Run the page's command of a verb with more overrides."""
     (text,) = (block for block in blocks(PAGE.read_text()) if block.language == "sh")
     (command,) = (line for line in text.commands() if f" {verb} " in line)
-    return run(folder, *command.split()[1:], *more)
+    return run(folder, *command.split(), *more)
 
 
 def ask(folder: Path, program: str) -> Any:
     """Evaluate a program with the plugins imported; it prints JSON."""
-    return json.loads(run(folder, "-c", f"import json, my_schedules, my_policies, my_data\n{program}"))
+    return json.loads(run(folder, "python", "-c", f"import json, my_schedules, my_policies, my_data\n{program}"))
 
 
 def test_verify_is_exact_with_all_three(folder: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_run_on_two_ranks_trains(folder: Path) -> None:
     shown(folder, "submit", *QUICK)
     (spec,) = folder.glob("runs/*/run.yaml")
     assert f"plugins_dir: {folder}" in spec.read_text()
-    summary = run(folder, "-m", "analysis", "summary", str(spec.parent))
+    summary = run(folder, "gems-analysis", "summary", str(spec.parent))
     assert "mine" in summary
 
 

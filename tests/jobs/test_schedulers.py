@@ -20,6 +20,7 @@ from gems.errors import ConfigError, TryLaterError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, read_owner
+from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import UnclearSubmissionError
 from jobs.batch.resources import job_spec
@@ -269,7 +270,8 @@ def test_a_shell_runs_the_script_up_to_the_program(make: Make, system: str, tmp_
     value = "it's $(touch pwned) `x`"
     spec = make(environment={"A": value}, setup=["B=2"], archive_code=False, signal_before_end_s=0)
     text = SCHEDULERS[system].script(spec, job_spec(spec), RunFolder.of(spec))
-    own = f"exec {shlex.quote(sys.executable)} -u -m jobs.launch.batch {RunFolder.of(spec).path}\n"
+    program = [sys.executable, "-u", *RUN_MODULE, "jobs.launch.batch", str(RunFolder.of(spec).path)]
+    own = f"exec {shlex.join(program)}\n"
     assert text.endswith(own)
     script = tmp_path / "script.sh"
     script.write_text(text.replace(own, 'printf "%s|%s|%s" "$A" "$B" "${FLUX_ENCLOSING_ID:-}"; exit 5\n'))
