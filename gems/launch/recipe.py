@@ -53,17 +53,18 @@ def _own_metrics(spec: RunSpec) -> dict[str, str | None]:
 
 
 def _key(spec: RunSpec) -> str:
-    parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
-    train = (
-        spec.train.precision,
-        spec.train.steps,
-        global_batch(spec),
-        spec.parallel.micro_batch_size,
-        spec.machine.device,
-        spec.seed,
-    )
+    """Return what the check depends on, so that the points of a study that differ in numbers share an answer."""
+    optimizer = {
+        **asdict(spec.optimizer),
+        "lr": 1.0,
+        "momentum": 0.0,
+        "weight_decay": bool(spec.optimizer.weight_decay),
+    }
+    parts = [optimizer, *(asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler))]
+    is_constant = spec.lr_scheduler == LrSchedulerConfig()
+    length = None if is_constant else (spec.train.steps, global_batch(spec))
     hashes = [source_of(target, path) for target, path in _own_code(spec)]
-    return repr(([asdict(part) for part in parts], spec.metrics, train, spec.plugins, hashes))
+    return repr((parts, spec.metrics, spec.train.precision, spec.machine.device, length, spec.plugins, hashes))
 
 
 def _own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
