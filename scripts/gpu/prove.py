@@ -56,7 +56,7 @@ def rows(is_small: bool, device: str) -> tuple[Row, ...]:
 
 
 def _on_ranks(name: str, question: str, file: str, chosen: str, limit_s: float, device: str) -> Row:
-    program = (*PYTEST, "-x", *(("-k", chosen) if chosen else ()), f"tests/mpi/mpi_{file}.py")
+    program = (*PYTEST, *(("-k", chosen) if chosen else ()), f"tests/mpi/mpi_{file}.py")
     environment = {"GEMS_TEST_DEVICE": device, "GEMS_MPI_TESTS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10"}
     return Row(name, question, program, limit_s, NUM_RANKS, environment, pytest_counts)
 

@@ -213,6 +213,12 @@ class Call {
     finish(std::move(host));
   }
 
+  // As cuDNN, which has no kernels of float64 in channels_last.
+  Tensor made_like(const Tensor& result) const {
+    const bool has_own_format = result.scalar_type() == at::kDouble && name_.starts_with("convolution");
+    return device_like(has_own_format ? at::empty(result.sizes(), result.options().device(at::kMeta)) : result);
+  }
+
   void wrote(int slot, const Tensor& tensor) {
     Locked locked(device().lock);
     device().order.access(slot, bytes_of(tensor), true, name_);
@@ -227,7 +233,7 @@ class Call {
       if (result.numel() && result.has_storage() && result.storage().data() == pair.host.storage().data())
         return at::native::as_strided_tensorimpl(
             pair.device, result.sizes(), result.strides(), pair.device.storage_offset() + result.storage_offset());
-    Tensor made = device_like(result);
+    Tensor made = made_like(result);
     if (result.numel()) on_host(made).copy_(result);
     wrote(slot, made);
     return made;
@@ -271,7 +277,7 @@ class Call {
             return at::native::as_strided_tensorimpl(
                 tensor, result.sizes(), result.strides(), tensor.storage_offset() + result.storage_offset());
         }
-        Tensor made = device_like(result);
+        Tensor made = made_like(result);
         targets.back() = on_host(made);
         new_.push_back(made);
         return made;

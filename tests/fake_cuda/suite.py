@@ -123,7 +123,7 @@ def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
         "no:cacheprovider",
         *(["-k", part.chosen] if part.chosen else []),
     ]
-    argv += [*(["-x"] if part.num_ranks > 1 else []), *(str(ROOT / path) for path in part.paths)]
+    argv += [str(ROOT / path) for path in part.paths]
     if part.num_ranks > 1:
         lines: list[str] = []
         ended = run_ranks(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,15 +16,26 @@ from gems.engine.transport.mpi import Comm, Transport, abort, meet, world
 from gems.utils.logs import set_up_rank_logging
 from tests.device import ON_GPU
 
+ALONE_S = 60.0
+_failed: list[threading.Timer] = []
+
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """End all ranks at the first failure: the others would wait for this one for ever."""
+    """Go on if all ranks come to the end of a test that has failed; end all if one waits, or with -x at once.
+
+    The others may wait for this one for ever.
+    """
     outcome = yield
     report = outcome.get_result()
     if report.failed:
         print(f"rank {world().rank}: {item.name}\n{report.longreprtext}", file=sys.stderr, flush=True)
-        abort(1)
+        if item.config.option.maxfail or report.when == "teardown":
+            abort(1)
+        timer = threading.Timer(ALONE_S, os._exit, [1])  # whereupon mpiexec ends the other ranks
+        timer.daemon = True
+        timer.start()
+        _failed.append(timer)
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +62,8 @@ def together(control: Transport) -> Iterator[None]:
     """Keep ranks in the same test."""
     yield
     control.barrier()
+    while _failed:
+        _failed.pop().cancel()
 
 
 def sub_world(comm: Comm, size: int) -> Comm | None:

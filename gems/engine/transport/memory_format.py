@@ -15,7 +15,8 @@ from gems.schedule.action import Action
 class ChannelsLast(P2PChannels):
     """Sends tensors of four dimensions (N, C, H, W) by the order (N, H, W, C), in which torch.channels_last keeps them.
 
-    So neither side copies them; what is in another format is converted when it is sent.
+    So neither side copies them. What is in another format, in which cuDNN for example computes in float64, is converted
+    when it is sent.
     """
 
     @staticmethod
@@ -32,11 +33,15 @@ class ChannelsLast(P2PChannels):
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B."""
-        super().post_send(action, list(map(_in_memory, tensors)))
+        super().post_send(action, [_in_memory(_in_format(tensor)) for tensor in tensors])
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Release received tensors that nothing reads any more."""
         super().release(list(map(_in_memory, tensors)))
+
+
+def _in_format(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
