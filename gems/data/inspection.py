@@ -21,6 +21,7 @@ from gems.errors import ConfigError
 from gems.utils.cache import keep_cached, read_cached
 from gems.utils.targets import answer, ask_child, target_error
 
+_PAUSES_S = (1.0, 30.0)  # between lines of progress, on a terminal and elsewhere
 SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
@@ -71,7 +72,7 @@ def _examine(dataset: Any) -> None:
     """Read every sample through, several at a time; tell how far it is while that takes long."""
     places = [(split, index) for split in SPLITS for index in range(dataset.num_images(split))]
     is_terminal = sys.stderr.isatty()
-    pause_s, end = (1.0, "\r") if is_terminal else (30.0, "\n")
+    pause_s, end = (_PAUSES_S[0], "\r") if is_terminal else (_PAUSES_S[1], "\n")
     told_at, line = time.monotonic(), ""
     with threads() as pool:
         for count, _ in enumerate(ordered(pool, lambda number: dataset.examine(*places[number]), len(places)), 1):

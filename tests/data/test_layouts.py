@@ -110,6 +110,14 @@ class TestMasks:
             save_pair(tmp_path, number, mask)
         assert refused("masks", tmp_path, num_classes=num_classes).endswith(advice)
 
+    def test_as_jpeg_are_refused_if_that_changed_them(self, tmp_path: Path) -> None:
+        for number in range(2):
+            save_pair(tmp_path, number, stripe(SIDE, SIDE))
+            (tmp_path / "masks" / f"{number}.png").unlink()
+            save(tmp_path / "masks" / f"{number}.jpg", stripe(SIDE, SIDE, 255), quality=70)
+        said = refused("masks", tmp_path, class_map={255: 1})
+        assert "as compression to JPEG changes the numbers of a mask; make the masks again, as PNG" in said
+
     def test_of_255_are_read_as_advised(self, tmp_path: Path) -> None:
         for number in range(3):
             save_pair(tmp_path, number, stripe(SIDE, SIDE, 255))
@@ -168,6 +176,17 @@ class TestFolders:
             "data.path=~nobody-of-this-name/x: begins with ~, and there is no such home folder; "
             "set HOME, or give the whole path"
         )
+
+
+def test_a_long_check_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        save_pair(tmp_path, number, stripe(SIDE, SIDE))
+    monkeypatch.setattr("gems.data.inspection._PAUSES_S", (-1.0, -1.0))
+    opened("masks", tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"gems: checked {count} of 3 samples before training" for count in (1, 2, 3)]
 
 
 class TestTables:

@@ -87,6 +87,9 @@ def read_mask(path: Path, data: DataConfig, image: Path | None = None) -> NDArra
             raise ConfigError("data.path", path, text, "a mask holds the number of each pixel's class")
         tile = ImageOps.fit(upright, (data.width_px, data.height_px), Resampling.NEAREST)
         mask = np.asarray(tile).astype(np.int64)
+        if picture.format == "JPEG" and (count := len(np.unique(mask))) > data.num_classes:
+            text = f"has {count} values, as compression to JPEG changes the numbers of a mask"
+            raise ConfigError("data.path", path, text, "make the masks again, as PNG")
         nodata = _nodata_of(picture)
         if nodata is not None and f"{nodata:g}" not in data.class_map and nodata not in range(data.num_classes):
             mask[mask == nodata] = NO_LABEL
