@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import FINISHED, read_beats
 from gems.utils.run_module import RUN_MODULE
+from jobs.batch.job import JobId
 from jobs.diagnosis.launcher_output import LauncherOutput
 from jobs.diagnosis.log_patterns import CONSEQUENCE, Finding, read_lines, scan_lines
 from jobs.diagnosis.root_cause import (
@@ -27,7 +30,7 @@ from jobs.diagnosis.root_cause import (
     read_records,
 )  # fmt: skip
 from jobs.schedulers.scheduler import find_job
-from jobs.status.run_status import read_or_empty, read_spec, run_statuses, utc_ns, whole
+from jobs.status.run_status import WAITING, read_or_empty, read_spec, run_statuses, utc_ns, whole
 
 TRACE_LIMIT_S = 60.0
 SECOND_NS = 10**9
@@ -41,6 +44,9 @@ JOB_STATE_CAUSES = {
 }  # fmt: skip
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
+MOVED, GONE = "the run folder was moved", "the interpreter"
+OUTPUT, EXEC = "#SBATCH --output=", "exec "
+SCRIPT_LINE = re.compile(f"^({OUTPUT}|{EXEC})(.*)$", re.MULTILINE)
 BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
 BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
 # What may be behind the kill of a rank; all else that ranks met when one was killed is a consequence.
@@ -93,7 +99,7 @@ class Evidence:
 
     def findings(self) -> list[Finding]:
         """Return what each source shows of the end of a run that has ended."""
-        sources = (_from_records, _from_job, _from_orders, _from_failure, _from_silence, _from_status)
+        sources = (_from_records, _from_script, _from_job, _from_orders, _from_failure, _from_silence, _from_status)
         found = [finding for source in sources for finding in source(self)]
         has_record, has_begun = bool(self.records), has_trained(self.beats)
         for finding in self.log_findings:
@@ -174,6 +180,23 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
     if PROLOG in job.reason or job.reason in LAUNCH_REASONS:
         cause = FailureCause.NODE if PROLOG in job.reason else FailureCause.LAUNCHER
         yield Finding(cause, job.source, job.describe(), end_ns)
+
+
+def _from_script(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what a job that did not come to its ranks misses of what its script names."""
+    job, folder = evidence.job, evidence.folder
+    if job is None or job.is_active or evidence.run.recorded_state not in WAITING or evidence.run.job_id is None:
+        return
+    script = folder.logs / f"{JobId.parse(evidence.run.job_id).local}_submission.sh"
+    found = {line[1]: line[2] for line in SCRIPT_LINE.finditer("\n".join(read_lines(script)))}
+    with contextlib.suppress(ValueError):
+        output, program = (next(iter(shlex.split(found.get(name, ""))), "") for name in (OUTPUT, EXEC))
+        before = Path(output).parent
+        if output and before != folder.logs and not before.is_dir():
+            words = f"{MOVED} while its job waited, from {before.parent}: SLURM could not write there"
+            yield Finding(FailureCause.LAUNCHER, script.name, words)
+        if program.startswith("/") and not Path(program).exists():
+            yield Finding(FailureCause.LAUNCHER, script.name, f"{GONE} {program} is gone, which the job's script calls")
 
 
 def _from_orders(evidence: Evidence) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from gems.utils.atomic_io import write_json
 from gems.utils.stdio import report
 from gems.utils.tables import printable
 from gems.utils.units import GIB, counted, now_utc
-from jobs.diagnosis.evidence import Evidence, text
+from jobs.diagnosis.evidence import GONE, MOVED, Evidence, text
 from jobs.diagnosis.log_patterns import Finding
 from jobs.diagnosis.node_blocklist import LIFE, MIN_FAILURES, NodeBlocklist
 from jobs.diagnosis.root_cause import describe_position, is_consequence
@@ -341,6 +341,10 @@ def remedies(cause: FailureCause, words: str, node: str | None, evidence: Eviden
                 where = "of your quota" if "quota" in words else "there"
                 return (f"free space {where}, or runs_dir= on another file system", again)
             return (f"runs_dir= on a file system that all nodes can write to; else {again}",)
+        case FailureCause.LAUNCHER if words.startswith(MOVED):
+            return (f"move it back, or submit it from where it is: {command}",)
+        case FailureCause.LAUNCHER if words.startswith(GONE):
+            return (f"install it there again, or submit with one that stays: {command}",)
         case FailureCause.LAUNCHER:
             if "hared memory" in words or "POSIX" in words or "mpich_shm" in words:
                 return ("remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup", again)

@@ -482,3 +482,23 @@ def test_a_launcher_lost_in_training_needs_no_other_configuration(prepared: Prep
     beat(folder, 0, 3, "0F1")
     told = of(folder)
     assert told.cause is FailureCause.KILLED and "resubmit" in told.advice[-1]
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("what", ["moved", "interpreter"])
+def test_what_the_script_of_a_job_names_is_gone(
+    what: str, prepared: Callable[..., RunFolder], slurm: FakeSlurm
+) -> None:
+    code, reason = ("0:53", "JobLaunchFailure") if what == "moved" else ("127:0", "NonZeroExitCode")
+    slurm.says("squeue", f"41|FAILED|N/A|{reason}|one")
+    slurm.says("sacct", f"41|FAILED|{reason}|Unknown|{code}||Unknown|00:00:01||")
+    folder = prepared()
+    folder.write_status("submitted", job_id="41")
+    logs = "/was/here/one/logs" if what == "moved" else folder.logs
+    program = "/no/such/python" if what == "interpreter" else "/bin/sh"
+    script = f"#SBATCH --output={logs}/%j_0_log.out\nexec {program} -u -m x\n"
+    (folder.logs / "41_submission.sh").write_text(script)
+    found = diagnose_run(folder)
+    assert found.cause is FailureCause.LAUNCHER
+    words = {"moved": "moved while its job waited, from /was/here/one:", "interpreter": "/no/such/python is gone"}
+    assert words[what] in found.text and "jobs resubmit" in found.advice[0]
