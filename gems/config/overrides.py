@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
 from gems.config.fields import RENAMED, keys, renamed_error, renamed_word
+from gems.config.quantities import forms, is_size, plain_number
 from gems.config.recipe import AUTO as AUTO_LOSS
 from gems.config.recipe import LOSSES, LR_SCHEDULERS, METRICS, OPTIMIZERS
 from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
@@ -30,9 +31,10 @@ from gems.utils.registry import load_plugins, plugin_folder
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 IN_CONF = "(in conf/)"
+# What OmegaConf says of a value of another type, and the type that the key has.
+WRONG_KIND = re.compile(r"could not be converted to (Integer|Float)|is not a valid (bool)")
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 FILE, PACKAGE = "file://", "pkg://"
-UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
 # Mappings whose keys are the user's own.
 FREE = re.compile(r"(cluster\.(environment|sbatch)|metrics|\w+\.(\w+_)?kwargs|data\.class_map)\.")
 KWARGS = re.compile(r"metrics\.|(\w+\.(\w+_)?kwargs|data\.class_map)[.=]")
@@ -52,17 +54,17 @@ def rewritten(words: Sequence[str]) -> list[str]:
 def hydra_word(override: str) -> str:
     """Return an override as Hydra takes it.
 
-    The key of a keyword argument of the user's own may be new and gets a ++. A size becomes a plain number:
-    machine.device_bytes=16GB is 16000000000; a GiB is 2^30. Hydra's `_target_` is our `target`. An old key is taken
-    under its new name, with one line of warning.
+    The key of a keyword argument of the user's own may be new and gets a ++. A size or a time becomes a plain number:
+    machine.device_bytes=16GB is 16000000000, cluster.minutes=1h is 60. Hydra's `_target_` is our `target`. An old key
+    is taken under its new name, with one line of warning.
     """
     given, equals, value = override.partition("=")
     key, value = renamed_word(given.replace("._target_", ".target"), value)
     if equals and given in RENAMED:
         _log.warning("%s is now called %s: took %s=%s", given, key, key, value)
+    if is_size(key) or not FREE.match(key):
+        value = plain_number(key, value)
     override = f"{key}{equals}{value}"
-    if (found := SIZE.fullmatch(override)) is not None:
-        override = f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
     return f"++{override}" if KWARGS.match(override) else override
 
 
@@ -233,4 +235,7 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
         if FREE.match(key):
             return ConfigError(key, value, "is not there yet", f"add it with a plus: +{key}=...")
         return ConfigError(key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))
+    if (kind := WRONG_KIND.search(first)) is not None:
+        name = next((word for text, word in KINDS.items() if text in kind[0]), "")
+        return ConfigError(key, value, f"must be {name}{forms(key)}")
     return ConfigError(key, value, first)

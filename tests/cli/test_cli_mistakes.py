@@ -34,7 +34,7 @@ class TestMistakes:
         [
             (["parallel.partition=2"], "parallel.partition=2: unknown key; nearest: "),
             (["schedule=gpip"], "nearest: gpipe"),
-            (["parallel.partitions=x"], "could not be converted to Integer"),
+            (["parallel.partitions=x"], "must be a whole number"),
             (["seed"], "not of the form key=value"),
             (["~model"], "cannot be taken away"),
             (["name=???"], "must be given"),

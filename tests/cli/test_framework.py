@@ -168,7 +168,7 @@ class TestHydra:
             (["--multirun=2"], "--multirun=2: takes no value"),
             (["--cfg", "job", "seed=x"], "seed=x: "),
             (["--cfg", "job", "foo=1"], "foo=1: unknown key"),
-            (["-m", "seed=1,x"], "could not be converted to Integer"),
+            (["-m", "seed=1,x"], "must be a whole number"),
             (["-m", "schedule=gpipe,gpip"], "schedule=gpip: allowed"),
             (["-m", "seed=1,-2"], "seed=-2: must be 0 or more"),
             (["-m", "runs_dir=/dev/null/runs"], "cannot be read or written (Not a directory)"),

@@ -35,7 +35,7 @@ def test_maps_of_the_users_own_take_new_keys(spec: RunSpec) -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("cluster.minutes=x", "could not be converted"),
+        ("cluster.minutes=x", "must be a whole number, or on the command line with units: 90min"),
         ("cluster.minuets=3", "unknown key"),
         ("cluster=slurm", "is not one value of one key"),
         ("cluster.minutes=1,2", "is not one value of one key"),
