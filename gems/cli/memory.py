@@ -17,7 +17,6 @@ from gems.memory.registry import POLICIES, plan_of
 from gems.runs.run_plan import plan_policies
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
-from gems.simulation.memory_case import with_replicas
 from gems.utils.tables import table
 from gems.utils.units import MIB, counted
 
@@ -42,7 +41,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     picture = picture_path(options)
     case = plan_policies(spec)
     names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
-    keeping = with_replicas(spec, case, case.kept)
+    keeping = case.as_run(case.kept)
     outcomes: list[PlanOutcome] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -50,7 +49,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         try:
             check_memory(replace(spec, memory=memory))
             is_kept = name == "keep"
-            outcomes.append(keeping if is_kept else with_replicas(spec, case, case.outcome(plan_of(memory, case))))
+            outcomes.append(keeping if is_kept else case.as_run(case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if not is_comparison:
                 raise

@@ -16,7 +16,6 @@ from gems.partition.max_model_size import RESOLUTION, max_model_sizes
 from gems.partition.methods import METHODS, PartitionCase, partition_case, partition_model
 from gems.runs.largest_image import largest_image
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import network_in_seconds
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB
 
@@ -33,11 +32,10 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     picture = picture_path(options, "partition.png" if is_comparison and not options.json else None)
     schedule = lowered_schedule(spec)
     case = partition_case(spec, schedule)
-    network = network_in_seconds(spec)
     if is_comparison:
-        evaluated = compare(case, spec.partition.objective, spec.partition.budget_s, network)
+        evaluated = compare(case, spec.partition.objective, spec.partition.budget_s)
     else:
-        evaluated = [evaluate(case, partition_model(spec, schedule), network)]
+        evaluated = [evaluate(case, partition_model(spec, schedule))]
     entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
     answer = case_facts(case.profile, case.schedule) | {
         "stages": case.num_stages, "layers": case.profile.num_layers, "objective": spec.partition.objective,

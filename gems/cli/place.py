@@ -11,8 +11,8 @@ from gems.errors import ConfigError
 from gems.models import title_of
 from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
+from gems.partition.links import network_in_seconds
 from gems.partition.operator_placement import placement_of
-from gems.simulation.costs import network_in_seconds
 from gems.utils.tables import table
 from gems.utils.units import MIB
 

@@ -124,7 +124,7 @@ def _write(path: Path, planner: Planner, first: Choice, num_gpus: int) -> None:
         f"for {num_gpus} GPUs of {planner.spec.machine.name} and {one.global_batch} images a step.",
         f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g} images/s, "
         f"efficiency {100 * first.efficiency:.1f} %, at most {max(first.peak_bytes)} bytes on a device.",
-        "The same as: " + " ".join(one.overrides(first.boundaries)),
+        "The same as: " + " ".join(first.overrides),
     ]
     write_experiment(path, experiment_text(run, base, path.stem, comments))
 

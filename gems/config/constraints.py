@@ -16,7 +16,7 @@ from gems.config.schema import MAX_FORWARDS, MAX_WORLD, NCCL, ORDERED_TRANSPORTS
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError, one_of
 from gems.schedule import CAPPED, FAMILIES, PLACED
-from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
+from gems.schedule.costs import STAGE_BYTES, STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
@@ -95,7 +95,7 @@ def check_stages(stages: Mapping[str, object]) -> None:
         ConfigError: they are not.
     """
     needed = ("forward", "input_grad", "weight_grad", "activation")
-    allowed = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes", STRIP_LOADS)
+    allowed = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES, STRIP_LOADS)
     lengths = {name: len(values) if isinstance(values, list) else 0 for name, values in stages.items()}
     for name, values in stages.items():
         key = f"cost.stages.{name}"

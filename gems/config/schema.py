@@ -307,7 +307,8 @@ class CostConfig:
     activations: list[float] = number([1.0], "relative activations of equal depth parts", above=0, needs_entries=True)
     stages: dict[str, Any] = text(
         {}, "what each stage costs, over the keys above: a list for each of forward, input_grad, weight_grad and "
-        "activation, and of recompute, copy, split, movable, held_for_weights, boundary and boundary_bytes if known",
+        "activation, and of recompute, copy, split, movable, held_for_weights, boundary, boundary_bytes and "
+        "param_bytes if known",
     )  # fmt: skip
     unit_s: float = number(1.0, "seconds of a unit of time", above=0)
     activation_bytes: int = number(0, "bytes of a unit of activations")

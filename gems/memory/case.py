@@ -18,8 +18,9 @@ from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.lower import compute_only, lower
+from gems.schedule.replicas import slowest_replica, with_all_reduce
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.simulate import EVEN, Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ class MemoryCase:
         early = PlanOutcome(plan, schedule, costs, tuple(self.timelines(plan, schedule)), step)
         limit = sys.maxsize if self.limit_bytes is None else max(self.limit_bytes, *outcome.peak_bytes)
         return early if max(early.peak_bytes) <= limit else outcome
+
+    def as_run(self, outcome: PlanOutcome) -> PlanOutcome:
+        """Return the outcome as it runs: with receives in time for the links, and the slowest of all replicas.
+
+        Policies plan for one replica, which reduces nothing, and with as few posted buffers as can be.
+        """
+        outcome = self.with_early_receives(outcome)
+        schedule, network = outcome.schedule, self.network
+        costs = with_all_reduce(outcome.costs, schedule.placement, network, self.num_replicas)
+        _, step = slowest_replica(schedule, costs, network, [EVEN] * self.num_replicas)
+        return replace(outcome, costs=costs, simulation=step)
 
     def timelines(
         self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None

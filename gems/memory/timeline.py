@@ -291,6 +291,7 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
         ),
         boundary=given,
         boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
+        param_bytes=tuple(float(spans.params[cut]) for cut in cuts),
     )
 
 

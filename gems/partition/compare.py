@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.memory.timeline import stage_costs
 from gems.partition.exact import solve
 from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition
-from gems.schedule.costs import FREE, Network
-from gems.schedule.simulate import simulate
-from gems.schedule.strips import strip_costs
 
 PLAIN = "exact_plain"
 
@@ -32,11 +28,10 @@ class EvaluatedPartition:
         return tuple(end - first for first, end in pairwise(self.partition.boundaries))
 
 
-def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
-    """Predict the peaks and the step time of a partition on a network, in seconds."""
-    costs = strip_costs(stage_costs(case.spans, partition.boundaries), case.schedule.num_strips)
-    step = simulate(case.schedule, costs, network)
-    return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
+def evaluate(case: PartitionCase, partition: Partition) -> EvaluatedPartition:
+    """Predict the peaks of a partition and the seconds of its step."""
+    boundaries = partition.boundaries
+    return EvaluatedPartition(partition, case.peak_bytes(boundaries), case.step_s(boundaries))
 
 
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
@@ -47,7 +42,7 @@ def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
     return Partition(PLAIN, boundaries, cost, 0.0, False, time.perf_counter() - begin)
 
 
-def compare(case: PartitionCase, objective: str, budget_s: float, network: Network = FREE) -> list[EvaluatedPartition]:
+def compare(case: PartitionCase, objective: str, budget_s: float) -> list[EvaluatedPartition]:
     """Partition by every method and evaluate each; the exact one first.
 
     The exact one also takes the others' partitions for candidates, so that it is never above any, proven or not.
@@ -56,7 +51,7 @@ def compare(case: PartitionCase, objective: str, budget_s: float, network: Netwo
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
         others.append(plain_pipeline(case, budget_s))
     ours = at_most(partition_by("exact", case, objective, budget_s), others)
-    return [evaluate(case, each, network) for each in (ours, *others)]
+    return [evaluate(case, each) for each in (ours, *others)]
 
 
 def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:

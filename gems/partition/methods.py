@@ -20,18 +20,20 @@ from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.heuristics import block_partition, pipedream
+from gems.partition.links import network_in_seconds
 from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
-from gems.schedule.costs import Network
+from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.registry import Request
+from gems.schedule.replicas import slowest_replica, with_all_reduce
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import simulate
+from gems.schedule.simulate import EVEN
 from gems.schedule.strips import strip_costs, without_strips
 from gems.utils.cache import cached
 from gems.utils.registry import Registry
@@ -42,7 +44,7 @@ SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activati
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
 QUICK, NUM_STARTS = ("even", "torchgpipe_time", "torchgpipe_size", "pipedream"), 2  # where a shorter step is sought
-CUTS = 1  # another number for methods that would cut elsewhere
+CUTS = 2  # another number for methods that would cut elsewhere
 
 Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
@@ -86,7 +88,8 @@ class PartitionCase:
     schedule: Schedule
     optimizer: str = "sgd"
     limit_bytes: int | None = None
-    link_bytes_per_s: float | None = None
+    network: Network = FREE
+    num_replicas: int = 1
     in_strips: Schedule | None = None
 
     @property
@@ -130,9 +133,14 @@ class PartitionCase:
         least = self.problem(objective).cost(boundaries)
         if objective != "time" or least == math.inf or self.num_actions > MAX_SIMULATED // 2:
             return least
-        per_byte = 1.0 / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
-        timed, costs = self._timed, stage_costs(self.spans, boundaries)
-        return simulate(timed, strip_costs(costs, timed.num_strips), Network(per_byte=per_byte)).span
+        return self.step_s(boundaries)
+
+    def step_s(self, boundaries: Sequence[int]) -> float:
+        """Return the seconds of a step of the slowest replica, with the all-reduce of each stage's gradients."""
+        timed, network = self._timed, self.network
+        stages = strip_costs(stage_costs(self.spans, boundaries), timed.num_strips)
+        costs = with_all_reduce(stages, timed.placement, network, self.num_replicas)
+        return slowest_replica(timed, costs, network, [EVEN] * self.num_replicas)[1].span
 
     @property
     def num_actions(self) -> int:
@@ -166,7 +174,8 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
     check_depth(spec, schedule.num_stages, profile.num_layers)
     # other policies make room after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
-    return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, spec.machine.link_bytes_per_s)
+    network = network_in_seconds(spec)
+    return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, network, spec.parallel.replicas)
 
 
 def optimizer_name(spec: RunSpec) -> str:
@@ -219,7 +228,7 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     else:
         method, budget_s = spec.partition.name, spec.partition.budget_s
         objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
-        facts = (CUTS, method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, budget_s)
+        facts = (CUTS, method, objective, case.limit_bytes, case.network, case.num_replicas, case.optimizer, budget_s)
         key, method_case = repr((facts, case.profile, timed.digest())), case
         kept = cached(
             spec.cache_dir, "partition", key, lambda: asdict(partition_by(method, method_case, objective, budget_s))
@@ -341,4 +350,5 @@ def _by_time(case: PartitionCase) -> tuple[int, ...]:
 @partition_method("pipedream")
 def _pipedream(case: PartitionCase) -> tuple[int, ...]:
     times = [layer.time_s for layer in case.profile.layers]
-    return pipedream(times, case.spans.boundary_bytes(), case.num_stages, case.link_bytes_per_s)
+    rate = 1.0 / case.network.per_byte if case.network.per_byte else None
+    return pipedream(times, case.spans.boundary_bytes(), case.num_stages, rate)

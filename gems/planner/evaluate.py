@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from math import ceil, inf, log
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,21 +34,13 @@ from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
 from gems.schedule.formats.schedule_json import from_json
-from gems.schedule.ledger import in_flight
+from gems.schedule.ledger import TOLERANCE, in_flight, peaks
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, simulate
-from gems.simulation.build import compute_schedule, search_schedule
-from gems.simulation.costs import (
-    activation_cap,
-    network_in_seconds,
-    network_in_units,
-    parts_s,
-    schedule_costs,
-    slowest_replica,
-    with_all_reduce,
-)
+from gems.schedule.simulate import Simulation, simulate
+from gems.simulation.build import compute_schedule, lowered_within, search_schedule
+from gems.simulation.costs import activation_cap, parts_s, replica_pace, schedule_costs, simulate_step
 from gems.simulation.memory_case import fits_host, memory_case
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.profiled_costs import profiled_costs
@@ -56,6 +50,10 @@ EFFORT = 128  # in actions, up to which candidates are tried in the order of the
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
+CHANGED = (
+    "schedule.activation_cap", "schedule.activation_cap_bytes", "schedule.memory_actions", "schedule.budget_s",
+    "memory.offload_inputs", "memory.budget_s", "parallel.strips",
+)  # fmt: skip
 CUT_BUDGET_S = 1.0  # of a partition
 MAX_TABLE_BYTES = 2**29  # of the tables in which a partition within bytes is sought
 Epochs = Callable[[int], float]
@@ -145,6 +143,12 @@ class _Scheduled:
         return self.found or compute_schedule(self.run)
 
 
+def _keeps_cap(made: _Scheduled) -> bool:
+    """Return whether a schedule that is cut so would not be refused under its cap."""
+    cap = activation_cap(made.run)
+    return cap is None or max(peaks(made.compute, schedule_costs(made.run, made.compute.placement))) <= cap + TOLERANCE
+
+
 @dataclass(frozen=True)
 class Planner:
     """Judges candidates for a run: `spec` is the resolved one that has everything that no candidate chooses.
@@ -172,13 +176,36 @@ class Planner:
         """
         if size not in self.models:
             if size in self.sizes:
-                parallel = replace(self.spec.parallel, micro_batch_size=size, strips=1)
-                profile = profile_of(replace(self.spec, parallel=parallel))
+                profile = self._own_profile(size)
             else:
                 points = [self.model(each).profile for each in self.sizes]
                 profile = extrapolate(points, self.spec.data.height_px, self.spec.data.width_px, size)
             self.models[size] = ProfiledModel(profile, self._optimizer)
         return self.models[size]
+
+    def _own_profile(self, size: int) -> ModelProfile:
+        parallel = replace(self.spec.parallel, micro_batch_size=size, strips=1)
+        return profile_of(replace(self.spec, parallel=parallel))
+
+    def confirmed(self, best: Sequence[Choice]) -> tuple[Choice, ...]:
+        """Return choices by the profiles of their own micro-batch sizes, as a run has them, without those too large.
+
+        Choices stay as they are if none fits, or if a profile cannot be had.
+        """
+        sizes = {choice.candidate.micro_batch_size for choice in best if choice.candidate.strips == 1}
+        guessed = sizes.difference(self.sizes)
+        try:
+            own = {size: ProfiledModel(self._own_profile(size), self._optimizer) for size in sorted(guessed)}
+        except ConfigError:
+            return tuple(best)
+        judge = replace(self, models=self.models | own)
+        judged = [
+            judge.evaluate(one) if one.strips == 1 and one.micro_batch_size in guessed else choice
+            for choice in best
+            for one in (choice.candidate,)
+        ]
+        fitting = [choice for choice in judged if isinstance(choice, Choice)]
+        return tuple(sorted(fitting, key=lambda each: (each.score_s, each.most_bytes))) or tuple(best)
 
     def rules(self) -> Rules[Candidate, Choice]:
         """Return how the search judges candidates: by seconds of a step, or to the target."""
@@ -223,7 +250,7 @@ class Planner:
         parallel = replace(
             spec.parallel, partitions=one.partitions, replicas=one.replicas, micro_batches=one.micro_batches,
             replications=one.micro_batches // one.parts, parts=one.parts, micro_batch_size=one.micro_batch_size,
-            boundaries=list(boundaries) or None, gpus=None, strips=one.strips,
+            boundaries=None if one.schedule == CAPPED else list(boundaries) or None, gpus=None, strips=one.strips,
         )  # fmt: skip
         schedule = replace(
             spec.schedule, name=one.schedule, chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
@@ -238,6 +265,14 @@ class Planner:
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
         cluster = replace(spec.cluster, ranks_per_node=on_node or None)
         return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
+
+    def changes(self, one: Candidate) -> tuple[str, ...]:
+        """Return what a candidate's run has otherwise than the planner's spec, beside its own overrides."""
+        run, own = self.run_of(one), {word.partition("=")[0] for word in one.overrides()}
+        names = (*CHANGED, "parallel.boundaries") if one.schedule == CAPPED else CHANGED
+        values = ((name, attrgetter(name)(run)) for name in names if name not in own)
+        words = ((name, value) for name, value in values if value != attrgetter(name)(self.spec))
+        return tuple(f"{name}={json.dumps(value)}" for name, value in words)
 
     def evaluate(self, one: Candidate, worst_s: float = inf) -> Choice | TooLarge | TooSlow | None:
         """Partition, schedule and simulate a candidate, unless it is plain that its score is above `worst_s`.
@@ -313,29 +348,17 @@ class Planner:
             if max(peaks) <= limit:
                 if made.is_by_bytes:
                     made, peaks = self._faster(one, made, peaks, limit)
-                schedule, peaks = self._as_run(one, made, peaks, limit)
-                costs = self._stage_costs(one, made)
-                if made.run.machine.kind == "real":
-                    spans = self.model(one.micro_batch_size).spans
-                    costs = with_all_reduce(made.run, costs, schedule.placement, made.boundaries, spans)
-                return self._simulated(one, made, schedule, costs, peaks, (0,) * len(peaks))
+                peak_bytes = partial(self._peak_bytes, one, made)
+                schedule, peaks = lowered_within(made.run, made.compute, peak_bytes, self.limit_bytes)
+                network, step = simulate_step(made.run, schedule)
+                costs, pace = schedule_costs(made.run, schedule.placement), replica_pace(made.run, 0)
+                split = partial(parts_s, schedule, costs, step, network, pace)
+                return self._choice(one, made, step, peaks, (0,) * len(peaks), split)
         return TooLarge(least)
 
     def _peak_bytes(self, one: Candidate, made: _Scheduled, schedule: Schedule | None = None) -> tuple[int, ...]:
         model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
         return model.peak_bytes(schedule or lower(made.compute), made.boundaries)
-
-    def _as_run(
-        self, one: Candidate, made: _Scheduled, peaks: tuple[int, ...], limit: int
-    ) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the list that a run has, and its peaks: with receives in time for the links, if their buffers fit."""
-        fewest, run = lower(made.compute), made.run
-        costs = schedule_costs(run, fewest.placement)
-        early = lower(made.compute, costs, network_in_units(run), activation_cap(run))
-        if early.rows == fewest.rows:
-            return fewest, peaks
-        others = self._peak_bytes(one, made, early)
-        return (early, others) if max(others) <= limit else (fewest, peaks)
 
     def _faster(
         self, one: Candidate, made: _Scheduled, peaks: tuple[int, ...], limit: int
@@ -347,7 +370,7 @@ class Planner:
             return made, peaks
         other = self._scheduled_at(one, boundaries)
         others = self._peak_bytes(one, other)
-        return (other, others) if max(others) <= limit else (made, peaks)
+        return (other, others) if max(others) <= limit and _keeps_cap(other) else (made, peaks)
 
     def _under_policy(self, one: Candidate, partitions: Iterable[_Scheduled]) -> Choice | TooLarge:
         limit, least = self.limit_bytes or sys.maxsize, sys.maxsize
@@ -375,9 +398,10 @@ class Planner:
                 rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
                 costs = segment_costs(model.profile, plan, schedule, *rates)
                 step = simulate(schedule, costs, case.network)
-                found = case.with_early_receives(PlanOutcome(plan, schedule, costs, tuple(timelines), step))
-                costs = with_all_reduce(run, costs, schedule.placement, made.boundaries, model.spans)
-                return self._simulated(one, made, found.schedule, costs, found.peak_bytes, on_host)
+                found = case.as_run(PlanOutcome(plan, schedule, costs, tuple(timelines), step))
+                step = found.simulation
+                split = partial(parts_s, found.schedule, found.costs, step, case.network)
+                return self._choice(one, made, step, found.peak_bytes, on_host, split)
         return TooLarge(least)
 
     def _scheduled(self, one: Candidate) -> Iterator[_Scheduled]:
@@ -389,29 +413,30 @@ class Planner:
             yield _Scheduled(tuple(found["boundaries"]), run, found=from_json(found["schedule"]))
             return
         made = self._scheduled_at(one, self._by_time(one)[0])
-        yield made
+        if _keeps_cap(made):
+            yield made
+        elif self.limit_bytes is None or one.num_stages == 1:
+            raise ConfigError("schedule.activation_cap", one.cap, f"is less than {one.schedule} holds")
         if self.limit_bytes is None or one.num_stages == 1:
             return
         # what is recomputed is there for one micro-batch at a time
         counts = stashes(made.compute) if one.memory == KEEP else (1,) * one.num_stages
         boundaries = self.model(one.micro_batch_size).by_bytes(counts)
-        if boundaries != made.boundaries:
-            yield replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
+        other = replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
+        if boundaries != made.boundaries and _keeps_cap(other):
+            yield other
 
     def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Scheduled:
         spans, run = self.model(one.micro_batch_size).spans, self.run_of(one, boundaries)
         return _Scheduled(boundaries, replace(run, cost=profiled_costs(run, spans.profile, boundaries)))
 
-    def _simulated(
-        self, one: Candidate, made: _Scheduled, schedule: Schedule, costs: StageCosts,
-        peaks: tuple[int, ...], on_host: tuple[int, ...],
+    def _choice(
+        self, one: Candidate, made: _Scheduled, step: Simulation, peaks: tuple[int, ...], on_host: tuple[int, ...],
+        split: Callable[[], Mapping[str, float]],
     ) -> Choice:  # fmt: skip
-        network, step = slowest_replica(schedule, costs, network_in_seconds(made.run), [EVEN] * one.replicas)
-        return Choice(
-            one, made.boundaries, step.span, self.score(one, step.span), step.efficiency, peaks, on_host,
-            partial(parts_s, schedule, costs, step, network),
-            None if self.epochs is None else self.epochs(one.global_batch),
-        )  # fmt: skip
+        score_s, epochs = self.score(one, step.span), None if self.epochs is None else self.epochs(one.global_batch)
+        changes = self.changes(one)
+        return Choice(one, made.boundaries, step.span, score_s, step.efficiency, peaks, on_host, split, epochs, changes)
 
     def score(self, one: Candidate, step_s: float) -> float:
         """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""

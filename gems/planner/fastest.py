@@ -54,6 +54,7 @@ def fastest(
         found = replace(found, best=best, num_simulated=found.num_simulated + len(more),
                         num_candidates=found.num_candidates + len(more))  # fmt: skip
     search_s = time.perf_counter() - search_begin
+    found = replace(found, best=planner.confirmed(found.best))
     if not found.best:
         lean = leanest_or_refuse(planner, asked, found, num_gpus, search_begin + budget_s)
         found = replace(found, best=(lean,), num_simulated=found.num_simulated + 1)

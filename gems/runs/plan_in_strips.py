@@ -87,5 +87,5 @@ def _choice(planner: Planner, one: Candidate) -> Choice:
     return Choice(
         one, plan.boundaries, found.step_s, planner.score(one, found.step_s), found.step.efficiency, held.peak_bytes,
         held.host_bytes, partial(parts_s, found.schedule, found.costs, found.step, found.network),
-        None if planner.epochs is None else planner.epochs(one.global_batch),
+        None if planner.epochs is None else planner.epochs(one.global_batch), planner.changes(one),
     )  # fmt: skip

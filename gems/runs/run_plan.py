@@ -17,6 +17,7 @@ from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan, plan_of_schedule
 from gems.models import layers_of
+from gems.partition.links import network_in_seconds, network_in_units
 from gems.partition.methods import partition_case, profile_used
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
@@ -24,12 +25,12 @@ from gems.runs.strips_choice import with_fastest_strips
 from gems.schedule import CAPPED, PLACED
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.edges import check_message_order
-from gems.schedule.lower import compute_only, lower
+from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.simulation.build import compute_schedule, lowered_schedule, partition_of
-from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
-from gems.simulation.memory_case import check_fits, memory_case, memory_outcome, node_host_bytes, with_replicas
+from gems.simulation.build import compute_schedule, lowered_schedule, lowered_within, partition_of
+from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.memory_case import check_fits, memory_case, memory_outcome, node_host_bytes
 from gems.simulation.model_costs import PROFILE
 from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
 from gems.simulation.profiled_costs import profiled_costs, with_profiled_costs
@@ -239,6 +240,8 @@ def plan_simulation(spec: RunSpec) -> RunPlan:
     schedule = lowered_schedule(run)
     if run.cost.name == PROFILE and schedule.has_memory_actions:
         return _acting_plan(spec, run, schedule)
+    if run.cost.name == PROFILE and run.machine.device_bytes is not None and schedule.num_strips == 1:
+        schedule = _within_device(run, schedule, partition_of(run, schedule).boundaries)
     return RunPlan(spec, run.cost, schedule)
 
 
@@ -365,18 +368,19 @@ def _acting_plan(spec: RunSpec, run: RunSpec, schedule: Schedule) -> RunPlan:
         DoesNotFitError: it leaves too much on a device or in host memory.
     """
     case = memory_case(run, compute_only(schedule), _unlimited_partition(run, schedule))
-    outcome = with_replicas(run, case, case.outcome(plan_of_schedule(case.schedule, case.boundaries)))
+    outcome = case.as_run(case.outcome(plan_of_schedule(case.schedule, case.boundaries)))
     check_fits(run, outcome)
     return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), case.boundaries, case.profile, outcome)
 
 
 def _within_device(run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
-    """Return the schedule, or where the buffers of its early receives do not fit, that with the fewest buffers.
-
-    The bytes of the latter are those that the partition was checked with.
-    """
-    limit, fewest = run.machine.device_bytes, lower(compute_only(schedule))
-    if limit is None or schedule.rows == fewest.rows:
+    """Return the schedule, or if the buffers of its early receives do not fit, that with the fewest buffers."""
+    limit = run.machine.device_bytes
+    if limit is None:
         return schedule
-    peaks = partition_case(run, schedule).peak_bytes(boundaries)
-    return schedule if max(peaks) <= limit else validate(fewest)
+    case = partition_case(run, schedule)
+
+    def peak_bytes(lowered: Schedule) -> tuple[int, ...]:
+        return replace(case, schedule=lowered).peak_bytes(boundaries)
+
+    return validate(lowered_within(run, compute_only(schedule), peak_bytes, limit)[0])

@@ -54,9 +54,10 @@ _FIELDS = {
 }  # fmt: skip
 
 
-# the fields of `StageCosts` that each stage has, by their unit; beside them there are bytes between stages
+# the fields of `StageCosts` that each stage has: in units of time, in units of size, and in bytes
 STAGE_TIMES = ("forward", "input_grad", "weight_grad", "recompute", "copy", "split")
 STAGE_SIZES = ("activation", "movable", "held_for_weights", "boundary")
+STAGE_BYTES = ("boundary_bytes", "param_bytes")
 STRIP_LOADS = "strip_loads"
 
 
@@ -70,6 +71,7 @@ class StageCosts:
     takes `input_grad` + `weight_grad`; where the two are apart the former takes `split` more. `reduce` is the time to
     sum the gradients of a stage (in two directions of both of a rank, at the lower one), `reduce_link` the part of it
     in which the links between nodes are full, and `step` that of the optimizer, found by the lowest stage of the rank.
+    `param_bytes` are the bytes of its parameters, empty if not known.
     `segments` has the parts of each stage that runs in segments. Where strips differ, `strip_loads` has for each stage
     how much longer than the mean each strip takes.
     """
@@ -90,6 +92,7 @@ class StageCosts:
     split: tuple[float, ...] = ()
     segments: tuple[tuple[SegmentCosts, ...], ...] = ()
     strip_loads: tuple[tuple[float, ...], ...] = ()
+    param_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         none = (0.0,) * len(self.forward)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.partition.links import network_in_seconds, network_in_units
 from gems.partition.methods import partition_model
 from gems.partition.operator_placement import placed_on
 from gems.partition.problem import Partition
@@ -25,7 +27,7 @@ from gems.schedule.strips import with_strips
 from gems.schedule.synthesis import capped
 from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
-from gems.simulation.costs import activation_cap, depth_costs, network_in_seconds, network_in_units, schedule_costs
+from gems.simulation.costs import activation_cap, depth_costs, schedule_costs
 from gems.simulation.model_costs import PROFILE, ModelCosts
 from gems.simulation.model_search import search_under_policy, search_with_cut, search_within_bytes
 from gems.utils.cache import cached
@@ -115,6 +117,21 @@ def lowered_schedule(spec: RunSpec) -> Schedule:
     made = compute_schedule(spec)
     costs, cap = schedule_costs(spec, made.placement), activation_cap(spec)
     return validate(lower(made, costs, network_in_units(spec), cap), costs, cap)
+
+
+def lowered_within(
+    run: RunSpec, compute: Schedule, peak_bytes: Callable[[Schedule], tuple[int, ...]], limit_bytes: int | None
+) -> tuple[Schedule, tuple[int, ...]]:
+    """Return the list of a run that keeps its activations, and the peaks of its ranks.
+
+    Receives are posted in time for the links, unless their buffers do not fit; then with the fewest buffers.
+    """
+    cap, network = activation_cap(run), network_in_units(run)
+    early, fewest = lower(compute, schedule_costs(run, compute.placement), network, cap), lower(compute)
+    held = peak_bytes(early)
+    if limit_bytes is None or max(held) <= limit_bytes or early.rows == fewest.rows:
+        return early, held
+    return fewest, peak_bytes(fewest)
 
 
 def model_request(spec: RunSpec, model: ModelCosts) -> Request:

@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.profile.pace import FACT, RunPace
 from gems.profile.store import is_fake, known_pace, read_document
 from gems.schedule.costs import Network
-from gems.simulation.costs import all_reduce
+from gems.schedule.replicas import all_reduce
 
 SCHEMA = "gems.calibration/1"
 NORMAL_IQR = 1.349  # the middle half of a normal distribution, in standard deviations

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
-from gems.memory.storages import profile_storages
 from gems.memory.strips import stages_as_layers
+from gems.partition.links import network_in_seconds
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of, strips_of
 from gems.schedule import CAPPED
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN
-from gems.simulation.costs import network_in_seconds, slowest_replica, with_all_reduce
 from gems.utils.cache import cached
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
@@ -57,21 +54,9 @@ def memory_outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
         case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas, case.strips,
     ))  # fmt: skip
     made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))
-    outcome = with_replicas(run, case, case.outcome(made))
+    outcome = case.as_run(case.outcome(made))
     check_fits(run, outcome)
     return outcome
-
-
-def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanOutcome:
-    """Return the outcome of a memory plan as it runs: among all replicas, with receives in time for the links.
-
-    Policies plan for one replica, which reduces nothing, and with as few posted buffers as can be.
-    """
-    outcome = case.with_early_receives(outcome)
-    schedule, spans = outcome.schedule, profile_storages(case.profile).spans
-    costs = with_all_reduce(run, outcome.costs, schedule.placement, case.boundaries, spans)
-    _, step = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)
-    return replace(outcome, costs=costs, simulation=step)
 
 
 def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:

@@ -12,24 +12,19 @@ from gems.memory.case import PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import RankTimeline
 from gems.models import layers_of
+from gems.partition.links import network_in_seconds
 from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
+from gems.schedule.replicas import slowest_replica
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
 from gems.simulation.build import partition_of, search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
-from gems.simulation.costs import (
-    activation_cap,
-    network_in_seconds,
-    replica_pace,
-    schedule_costs,
-    simulate_step,
-    slowest_replica,
-)
+from gems.simulation.costs import activation_cap, replica_pace, schedule_costs, simulate_step
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import PROFILE

@@ -13,7 +13,7 @@ from gems.partition.methods import partition_model
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
-from gems.schedule.costs import STAGE_SIZES, STAGE_TIMES, STRIP_LOADS, DepthCosts
+from gems.schedule.costs import STAGE_BYTES, STAGE_SIZES, STAGE_TIMES, STRIP_LOADS, DepthCosts
 from gems.simulation.build import compute_schedule, search_schedule
 from gems.simulation.model_costs import PROFILE
 
@@ -57,7 +57,7 @@ def profiled_costs(
     stages = acting_stage_costs(profile, boundaries, spec.memory.min_offload_bytes, *rates)
     cost = _costs(spec, profile, boundaries, list(stages.activation), unit_bytes)
     stages = stages.in_units(1.0, cost.activation_bytes)
-    names = (*STAGE_TIMES, *STAGE_SIZES, "boundary_bytes")
+    names = (*STAGE_TIMES, *STAGE_SIZES, *STAGE_BYTES)
     of_stages: dict[str, Any] = {name: list(getattr(stages, name)) for name in names}
     if stages.strip_loads:
         of_stages[STRIP_LOADS] = [list(loads) for loads in stages.strip_loads]

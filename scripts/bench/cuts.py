@@ -23,7 +23,6 @@ from gems.partition.max_model_size import max_model_sizes
 from gems.partition.methods import METHODS as ALL_METHODS
 from gems.partition.methods import partition_by, partition_case
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import network_in_seconds
 from scripts.bench.rig import Table, answered, composed, machine, options, spread, square
 
 RANKS = (4, 8)
@@ -59,7 +58,7 @@ def _rows(only: str) -> Iterator[dict[str, Any]]:
             if error.key != "parallel.partitions":
                 raise
             continue
-        ours, *others = compare(case, "peak_bytes", BUDGET_S, network_in_seconds(spec))
+        ours, *others = compare(case, "peak_bytes", BUDGET_S)
         peak_bytes = max(ours.peak_bytes)
         row: dict[str, Any] = {
             "model": model, "ranks": ranks, "schedule": schedule, "peak_bytes": peak_bytes, "step_s": ours.step_s,

@@ -15,8 +15,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from gems.partition.links import network_in_units
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import activation_cap, network_in_units, schedule_costs
+from gems.simulation.costs import activation_cap, schedule_costs
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import Table, answered, composed, counted_steps_s, finished_run, machine
 

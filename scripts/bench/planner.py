@@ -71,7 +71,7 @@ def small() -> dict[str, Any]:
         choice = planner.evaluate(one)
         if isinstance(choice, Choice):
             rows[one] = {
-                "configuration": list(one.overrides(choice.boundaries)), "simulated_s": choice.step_s,
+                "configuration": list(choice.overrides), "simulated_s": choice.step_s,
                 "emulated_s": _emulated_s(choice),
             }  # fmt: skip
             log(str(rows[one]))
@@ -91,7 +91,7 @@ def small_space(num_layers: int) -> list[Candidate]:
 
 
 def _emulated_s(choice: Choice) -> float:
-    words = [word for word in choice.candidate.overrides(choice.boundaries) if not word.startswith("memory")]
+    words = [word for word in choice.overrides if not word.startswith("memory")]
     with finished_run(with_profiled_costs(composed(SMALL, words))) as folder:
         return float(median(counted_steps_s(folder)))
 

@@ -23,8 +23,9 @@ from analysis.scaling.published import read_table
 from analysis.scaling.step_time import Row
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
+from gems.partition.links import network_in_seconds
+from gems.schedule.replicas import all_reduce
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import all_reduce, network_in_seconds
 from gems.simulation.prediction import predict_schedule
 from gems.simulation.profiled_costs import with_profiled_costs
 from gems.utils.tables import table
@@ -161,7 +162,8 @@ def spec_of(series: Series, base: Base, accelerators: int, images: int) -> RunSp
         f"parallel.replicas={accelerators} parallel.micro_batches=1 parallel.micro_batch_size={images}",
     )
     spec = with_profiled_costs(spec)
-    cost = replace(spec.cost, param_bytes=spec.cost.param_bytes * series.gradient_bytes // 4)
+    stages = {name: values for name, values in spec.cost.stages.items() if name != "param_bytes"}  # the sums are alike
+    cost = replace(spec.cost, param_bytes=spec.cost.param_bytes * series.gradient_bytes // 4, stages=stages)
     own = all_reduce(network_in_seconds(spec), range(base.gpus), cost.param_bytes).time
     wanted_s = images * replace(base, step_s=base.step_s - own).image_s(images)
     return varied(replace(spec, cost=cost), {COMPUTE: _compute_s(spec) / wanted_s})

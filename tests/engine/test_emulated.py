@@ -39,7 +39,8 @@ class Device:
         transports = [Transport(comm, 20.0) for _ in range(2)]
         self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
         waiter = Waiter(self.channels.poll, 0.0001, 20.0)
-        sums = None if peers is None else EmulatedSums(schedule, 0, peers, stage_bytes, recorder)
+        sizes = (stage_bytes,) * schedule.num_stages
+        sums = None if peers is None else EmulatedSums(schedule, 0, peers, sizes, recorder)
         self.emulated = EmulatedExecutor(
             schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.channels, waiter, recorder, sums
         )

@@ -14,7 +14,7 @@ from gems.errors import DoesNotFitError
 from gems.planner.evaluate import Planner
 from gems.planner.fastest import fastest
 from gems.runs.plan_in_strips import in_strips
-from gems.runs.run_plan import plan_run, predict_peak
+from gems.runs.run_plan import plan_run, plan_simulation, predict, predict_peak
 
 WORDS = (
     "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128 data.width_px=256 "
@@ -42,6 +42,7 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
     )
     peak = predict_peak(plan_run(run))
     assert peak is not None and peak.device_bytes == first.most_bytes
+    assert predict(plan_simulation(run)).step_s == pytest.approx(first.step_s, rel=1e-9)
     assert sum(first.parts_s.values()) == pytest.approx(first.step_s)
 
 

@@ -15,13 +15,13 @@ import gems.simulation.profiled_costs
 from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
+from gems.partition.links import network_in_seconds
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run, predict_peak
 from gems.schedule.action import Kind
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import network_in_seconds
 from gems.utils.atomic_io import read_json
 from tests.engine import toys
 from tests.partition.profiles import random_profile

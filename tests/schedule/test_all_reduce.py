@@ -11,8 +11,8 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.lower import lower
 from gems.schedule.placement import bidirectional
+from gems.schedule.replicas import all_reduce, hierarchical, ring, trees
 from gems.schedule.simulate import Pace, simulate
-from gems.simulation.costs import all_reduce, hierarchical, ring, trees
 
 FLAT = Network(latency=3.0, per_byte=0.5)
 NODES = Network(latency=3.0, per_byte=0.5, ranks_per_node=4, node_latency=1.0, node_per_byte=0.1)

@@ -11,13 +11,14 @@ import gems.simulation.build
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
+from gems.partition.links import STAGED_PIECE_BYTES, network_in_units
 from gems.runs.run_plan import plan_run
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
 from gems.simulation.build import compute_schedule, lowered_schedule, search_schedule
-from gems.simulation.costs import STAGED_PIECE_BYTES, activation_cap, network_in_units, schedule_costs
+from gems.simulation.costs import activation_cap, schedule_costs
 
 
 def spec_of(

@@ -14,6 +14,7 @@ from gems.engine.transport.speed_probe import rank_pairs
 from gems.errors import ConfigError
 from gems.profile.pace import RunPace
 from gems.schedule.costs import Network
+from gems.schedule.replicas import all_reduce
 from gems.simulation.calibration import (
     MAX_NOISE,
     SCHEMA,
@@ -28,7 +29,6 @@ from gems.simulation.calibration import (
     merged,
     noise_of,
 )
-from gems.simulation.costs import all_reduce
 
 SIZES = [1e3, 1e5, 1e6, 4e6]
 

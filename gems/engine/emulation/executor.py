@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,29 +142,32 @@ class EmulatedChannels:
 class EmulatedSums:
     """Sums gradients of a rank over its peers, of which there may be none; without bytes the peers only meet."""
 
-    def __init__(self, schedule: Schedule, rank: int, peers: Transport, stage_bytes: float, recorder: Recorder) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, peers: Transport, stage_bytes: Sequence[float], recorder: Recorder
+    ) -> None:
         self._schedule, self._peers, self._recorder = schedule, peers, recorder
-        self._per_stage = round(stage_bytes) // 4
+        self._counts = [round(num_bytes) // 4 for num_bytes in stage_bytes] or [0] * schedule.num_stages
         self._used = 0
-        self._gradients = np.zeros(self._per_stage * len(schedule.placement.stages_on(rank)), np.float32)
+        held = [self._counts[stage] for _, stage in schedule.placement.stages_on(rank)]
+        self._gradients = np.zeros(sum(held), np.float32)
         self._under_way: list[tuple[Action, Request, int]] = []
 
     def start(self, action: Action) -> None:
         """Post the sum of a stage's gradients."""
-        if self._peers.size > 1 and self._per_stage:
-            request = self._post(1)
+        if self._peers.size > 1 and self._counts[action.stage]:
+            request = self._post([action.stage])
             self._under_way.append((action, request, time.perf_counter_ns()))
 
     def poll(self) -> None:
         """Let sums move, and record those that have ended."""
         while self._under_way and self._under_way[0][1].Test():
             action, _, posted_ns = self._under_way.pop(0)
-            self._recorder.transfer(action, posted_ns, 4 * self._per_stage)
+            self._recorder.transfer(action, posted_ns, 4 * self._counts[action.stage])
 
     def finish(self, action: Action) -> None:
         """Sum the rest, and return when all of it is summed."""
-        if self._peers.size > 1 and self._per_stage:
-            self._peers.wait_sum(self._post(len(stages_summed(action, self._schedule))))
+        if self._peers.size > 1 and len(self._gradients):
+            self._peers.wait_sum(self._post(stages_summed(action, self._schedule)))
         elif self._peers.size > 1:
             self._peers.barrier()
         for _, request, _ in self._under_way:
@@ -172,8 +175,9 @@ class EmulatedSums:
         self.poll()
         self._used = 0
 
-    def _post(self, num_stages: int) -> Request:
-        begin, self._used = self._used, self._used + num_stages * self._per_stage
+    def _post(self, stages: Iterable[int]) -> Request:
+        begin = self._used
+        self._used += sum(self._counts[stage] for stage in stages)
         return self._peers.post_sum(self._gradients[begin : self._used])
 
 

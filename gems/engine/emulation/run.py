@@ -19,7 +19,7 @@ from gems.engine.transport.mpi import Comm, Transport, ranks_here
 from gems.engine.transport.polling import Waiter, WaitState, poll_interval_s, reduce_timer_slack
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.simulation.costs import activation_cap, gradient_bytes, replica_pace, schedule_costs
+from gems.simulation.costs import activation_cap, replica_pace, schedule_costs
 from gems.trace import TracePart, part_path
 from gems.utils.atomic_io import write_json
 
@@ -63,7 +63,7 @@ def emulate(
         recorder = Recorder(part)
         link_ns = round(spec.cost.link / spec.parallel.strips * spec.cost.unit_s * 1e9)
         channels = EmulatedChannels(schedule, rank, costs.boundary_bytes, transports, recorder, link_ns)
-        sums = EmulatedSums(schedule, rank, peers, gradient_bytes(spec, placement), recorder)
+        sums = EmulatedSums(schedule, rank, peers, costs.param_bytes, recorder)
 
         def poll() -> None:
             channels.poll()

@@ -18,7 +18,7 @@ from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
-from gems.simulation.costs import STAGED_PIECE_BYTES
+from gems.partition.links import STAGED_PIECE_BYTES
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _log = logging.getLogger(__name__)

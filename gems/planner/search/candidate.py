@@ -86,7 +86,7 @@ class Candidate:
         return f"{self.memory}/{self.how}" if self.how else self.memory
 
     def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
-        """Return the configuration as words of a command line, with the partition if it is given."""
+        """Return the configuration as words of a command line, with the partition if it is given and not searched."""
         words = [
             f"parallel.partitions={self.partitions}", f"parallel.replicas={self.replicas}",
             f"parallel.micro_batches={self.micro_batches}", f"parallel.micro_batch_size={self.micro_batch_size}",
@@ -97,7 +97,8 @@ class Candidate:
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
         words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
         words += [f"memory.recompute={self.how}"] if self.how else []
-        words += [f"parallel.boundaries=[{','.join(map(str, boundaries))}]"] if boundaries else []
+        is_cut = bool(boundaries) and self.schedule != CAPPED  # whose search finds the cut too
+        words += [f"parallel.boundaries=[{','.join(map(str, boundaries))}]"] if is_cut else []
         return tuple(words)
 
 

@@ -26,7 +26,7 @@ class Choice:
 
     `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`, which only the best are
     asked for. `score_s` is what choices are ranked by: the step, or the seconds to the target where the epochs to it
-    are known (`epochs`).
+    are known (`epochs`). `changes` are what else of the run the plan sets, as words of a command line.
     """
 
     candidate: Candidate
@@ -38,6 +38,7 @@ class Choice:
     host_bytes: tuple[int, ...]
     split: Callable[[], Mapping[str, float]] = field(repr=False, compare=False)
     epochs: float | None = None
+    changes: tuple[str, ...] = ()
 
     @cached_property
     def parts_s(self) -> Mapping[str, float]:
@@ -48,6 +49,11 @@ class Choice:
     def most_bytes(self) -> int:
         """The peak of the fullest rank."""
         return max(self.peak_bytes)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The configuration as words of a command line, beside those that the plan was asked with."""
+        return *self.candidate.overrides(self.boundaries), *self.changes
 
     @property
     def images_per_s(self) -> float:
@@ -66,7 +72,7 @@ class Choice:
             "memory": one.policy, "boundaries": list(self.boundaries),
             "parts_s": dict(self.parts_s), "epochs": self.epochs,
             "to_target_s": None if self.epochs is None else self.score_s,
-            "loses_by": reasons(first, self), "overrides": list(one.overrides(self.boundaries)),
+            "loses_by": reasons(first, self), "overrides": list(self.overrides),
         }  # fmt: skip
 
 
