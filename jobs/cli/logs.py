@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +30,8 @@ ALL = "all"
 POLL_S = 0.2
 QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 2 << 20  # a longer line is cut at its start
+LINE_END = re.compile(rb"(\r?\n|\r(?!\Z))")  # a carriage return at the end may be followed by a line feed
 NUMBER = re.compile(r"[0-9]{1,9}")
 LABELLING = ("srun", "flux")  # launchers that write its rank before each line
 RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
@@ -51,7 +53,7 @@ def logs(words: Sequence[str], options: Options) -> int:
     is_followed = FOLLOW in options.flags
     with Tail(find_log(folder)) as tail:
         try:
-            printer.last(iter(tail.read, b""), None if text == ALL else int(text))
+            printer.last(tail, None if text == ALL else int(text))
             watch = _Watch(folder) if is_followed or not tail.was_there else None
             if is_followed and watch is not None:
                 follow(folder, tail, printer, watch)
@@ -103,6 +105,23 @@ class Tail:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
+    def skip_to_last(self, count: Callable[[bytes], int], num_lines: int) -> None:
+        """Begin at the last chunks that hold so many lines, by what `count` finds in each, instead of at the start."""
+        with contextlib.suppress(OSError):
+            size = self.path.stat().st_size
+            with self.path.open("rb") as file:
+                at, found, line_end = size, 0, size
+                while at > 0 and found <= num_lines and line_end - at < MAX_LINE_BYTES:
+                    at = max(0, at - CHUNK_BYTES)
+                    file.seek(at)
+                    chunk = file.read(CHUNK_BYTES)[: size - at]
+                    found += count(chunk)
+                    line_end = at if LINE_END.search(chunk) else line_end
+                    size = at
+            if at > 0:
+                self._file, self.was_there = self.path.open("rb"), True
+                self._file.seek(at)
+
     def read(self) -> bytes:
         """Return what was added since the last call; nothing at the end."""
         chunk = self._file.read(CHUNK_BYTES)
@@ -122,8 +141,11 @@ class _Printer:
         self._rank = rank
         self._rest = b""
 
-    def last(self, chunks: Iterable[bytes], num_lines: int | None) -> None:
+    def last(self, tail: Tail, num_lines: int | None) -> None:
         """Print the last lines of what exists already."""
+        if num_lines is not None:
+            tail.skip_to_last(self._count, num_lines)
+        chunks = iter(tail.read, b"")
         if num_lines is None:
             for chunk in chunks:
                 self.write(chunk)
@@ -145,8 +167,14 @@ class _Printer:
             _show(rest)
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return [line + b"\n" for line in lines if self._is_wanted(line)]
+        """Return the lines that a chunk completes; one ends with a line feed, a carriage return, or both."""
+        *lines, self._rest = LINE_END.split(self._rest + chunk)
+        pairs = zip(lines[::2], lines[1::2], strict=True)
+        return [line + end for line, end in pairs if self._is_wanted(line)]
+
+    def _count(self, chunk: bytes) -> int:
+        """Count the lines of a chunk that would be printed; the first of it may be cut, and counts as the rest does."""
+        return sum(map(self._is_wanted, LINE_END.split(chunk)[:-1:2]))
 
     def _is_wanted(self, line: bytes) -> bool:
         found = RANK_LABEL.match(line)

@@ -173,3 +173,37 @@ def test_status_json_is_what_ends_it(prepared: Prepared) -> None:
     folder.write_status("failed", exit_code=4, cause="x")
     assert json.loads(folder.status_json.read_text())["state"] == "failed"
     logs(folder.path, "-f")
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.cases
+@pytest.mark.parametrize("start", ["a line\n", ""])
+def test_a_long_log_is_read_from_its_end(start: str, prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = prepared()
+    folder.write_status("finished", exit_code=0)
+    log = folder.logs / "ranks.log"
+    with log.open("wb") as file:
+        file.truncate(2 << 30)
+        file.seek(2 << 30)
+        file.write(f"{start}one\ntwo\nthree\n".encode())
+    before = bytes_read()
+    logs(folder.path, "--lines", "3")
+    assert bytes_read() - before < 10 << 20
+    assert capfd.readouterr().out.lstrip("\0") == "one\ntwo\nthree\n"
+
+
+@pytest.mark.cases
+def test_a_carriage_return_ends_a_line(
+    prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.cli.logs.CHUNK_BYTES", 8)
+    folder = prepared("one", "cluster=mini")
+    folder.write_status("finished", exit_code=0)
+    write(folder, "".join(f"{number % 2}: {number}\r" for number in range(1000)) + "0: a\r\n1: b\n")
+    logs(folder.path, "--lines", "3")
+    assert capfd.readouterr().out.encode() == b"1: 999\r0: a\r\n1: b\n"
+    logs(folder.path, "--lines", "2", "--rank", "0")
+    assert capfd.readouterr().out.encode() == b"0: 998\r0: a\r\n"
