@@ -34,8 +34,8 @@ DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER = (
-    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips", "strip_work")
+TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
+    f"gems.profile.profilers.{name}" for name in ("take", "operators", "strips", "strip_work", "exactness")
 )  # fmt: skip
 _SEEN = ("height_px", "width_px", "channels", "num_classes", "length")  # of the data, by the layers and the loss
 # the keys of the configuration that a profile depends on beside its subject
@@ -292,9 +292,10 @@ def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers"
 
     A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
     """
-    is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER)
+    is_strips = taker in (STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER)
     what = "profile of strips" if is_strips else f"profile ({spec.profile.name})"
-    print(f"gems: taking the {what} ...", file=sys.stderr, flush=True)
+    doing = "comparing layers with themselves" if taker == EXACTNESS_TAKER else f"taking the {what}"
+    print(f"gems: {doing} ...", file=sys.stderr, flush=True)
     if "torch" in sys.modules and (is_strips or spec.profile.name == "fake"):
         try:
             document: dict[str, Any] = json.loads(json.dumps(import_module(taker or TAKER).take(spec).to_json()))

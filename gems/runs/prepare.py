@@ -13,6 +13,7 @@ from gems.config.training import RESUME_NEVER
 from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
+from gems.profile.exactness import check_exact
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders, to_yaml
 from gems.runs.owner import check_free
@@ -51,6 +52,7 @@ def prepare(
     made = plan or plan_run(spec)
     if spec.machine.kind == "real":
         inspect_data(spec.data, spec.seed)
+        check_exact(made.spec, made.schedule.has_split_backward)
     try:
         if folder.run_yaml.exists():
             _check_configuration(folder, spec)

@@ -11,6 +11,7 @@ import torch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
+from gems.profile.exactness import Exactness
 from gems.profile.model_profile import ModelProfile
 from gems.profile.operator_graph import OpGraph
 from gems.profile.profilers.fake import fake_profile
@@ -39,7 +40,7 @@ def layers_per_device(spec: RunSpec) -> int | None:
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
-def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork]) -> int:
+def answer(make: Callable[[RunSpec], ModelProfile | OpGraph | StripProfile | StripWork | Exactness]) -> int:
     """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
 
     A ConfigError is printed as {"refused": [key, value, allowed, advice]}.
