@@ -64,6 +64,7 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
     patch.setenv("GEMS_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+    patch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets: output would be wrapped
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
+from gems.utils.tables import terminal_width, wrapped
 
 # Take the preset of this machine if neither an override nor an experiment chooses one.
 AUTO_CLUSTER = "--auto-cluster"
@@ -100,7 +101,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         raise ConfigError("command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}")
     verb = verbs[name]
     if verb.takes_words and any(word in HELP for word in words):
-        print(f"{command_name(program)} {name}: {verb.help}")
+        print(wrapped(verb.help, f"{command_name(program)} {name}: ", terminal_width()))
         return 0
     words, hydra_options, options = _parse(words, verb)
     if verb.takes_words:
@@ -197,8 +198,10 @@ def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     command = command_name(program)
     lines = [f"usage: {command} VERB [key=value ...] [--json]", ""]
-    lines += [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
-    lines += ["", f"`{command} VERB --help` lists every key with its limits; --cfg job prints the configuration."]
+    columns = terminal_width()
+    lines += [wrapped(verb.help, f"  {name:<{width}}  ", columns) for name, verb in verbs.items()]
+    hint = f"`{command} VERB --help` lists every key with its limits; --cfg job prints the configuration."
+    lines += ["", wrapped(hint, "", columns)]
     return "\n".join(lines)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from gems.utils.units import UNKNOWN
@@ -43,6 +47,22 @@ def name_values(pairs: Iterable[tuple[str, object]], *, title: str = "", indent:
     width = max((len(name) for name, _ in listed), default=0)
     lines = [f"{'':<{indent}}{name:<{width}}{GAP}{value}".rstrip() for name, value in listed]
     return "\n".join([title] * bool(title) + lines)
+
+
+def terminal_width() -> int:
+    """Return the columns that COLUMNS or the terminal of stdout has; 0 for a file or a pipe, which have no limit."""
+    if (text := os.environ.get("COLUMNS", "")).isdecimal():
+        return int(text)
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def wrapped(text: str, first: str, width: int) -> str:
+    """Return a text after `first`, in lines of so many characters below each other; 0 for one line."""
+    indent = " " * len(first)
+    return textwrap.fill(
+        text, max(width, len(first) + MIN_LAST_CHARS) if width else len(first + text) + 1, initial_indent=first,
+        subsequent_indent=indent, break_on_hyphens=False, break_long_words=False,
+    )  # fmt: skip
 
 
 def printable(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
-from gems.utils.tables import RIGHT, table
+from gems.utils.tables import RIGHT, printable, table, terminal_width, wrapped
 from jobs.status.lookup import Overview, find_runs, overview
 from jobs.status.run_status import RunStatus, format_start
 
@@ -19,6 +18,7 @@ COLUMNS = {
     "run": "", "state": "", "job": "", "step": RIGHT, "images/s": RIGHT, "loss": RIGHT, "beat": RIGHT, "note": "",
 }  # fmt: skip
 MIN_WATCH_S = 1.0
+INDENT = 4
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -46,7 +46,7 @@ def status(words: Sequence[str], options: Options) -> int:
 
 
 def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
-    """Return the table, cut at `width` characters if it is given, and below it what is guessed, and why."""
+    """Return the table, in lines of `width` characters if it is given, and below it what is guessed, and why."""
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
@@ -58,7 +58,20 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
         notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
     if steps := sorted({run.sources["step"] for run in runs if "step" in run.sources}):
         notes.append(f"~  the step is from {' and '.join(steps)}, for lack of progress.json")
-    return "\n".join([table(COLUMNS, rows, width=width), *notes])
+    return "\n".join([_narrow(rows, width) or table(COLUMNS, rows, width=width), *notes])
+
+
+def _narrow(rows: Sequence[tuple[str, ...]], width: int) -> str | None:
+    """Return a table whose names and notes have lines of their own; None if it fits with them beside the rest."""
+    if not width or max(map(len, table(COLUMNS, rows, width=width).splitlines())) <= width:
+        return None
+    columns = {name: spec for name, spec in COLUMNS.items() if name not in ("run", "note")}
+    head, *lines = table(columns, [row[1:-1] for row in rows], indent=INDENT).splitlines()
+    shown = ["run", head]
+    for row, line in zip(rows, lines, strict=True):
+        note = [wrapped(printable(row[-1]), " " * INDENT, width)] if row[-1] else []
+        shown += [printable(row[0]), line, *note]
+    return "\n".join(shown)
 
 
 def _row(run: RunStatus, name: str) -> tuple[str, ...]:
@@ -79,7 +92,7 @@ def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:
         sys.stdout.flush()
         return
     is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else 0
+    width = terminal_width()
     head = f"{CLEAR if is_terminal else ''}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n" if is_watching else ""
     has_any = seen.runs or seen.studies
     text = status_table(seen, with_points="-v" in options.flags, width=width) if has_any else "no runs here"

@@ -186,3 +186,17 @@ def test_saves_that_fail_are_in_the_note(some: dict[str, RunFolder], status: Sta
     assert errors == {some["goes"].path.name: "save 2 of 5 failed: No space left on device"}
     progress.show_error(None)
     assert "save" not in status()
+
+
+@pytest.mark.cases
+def test_help_and_status_wrap_at_the_width_of_the_terminal(
+    prepared: Callable[..., RunFolder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepared("a_name_as_long_as_those_of_users_are")
+    folder.write_status("failed", exit_code=4, cause="rank 3 on node n1 was killed by signal 9 (SIGKILL) " * 3)
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["--help"], ["status", "--help"], ["status", str(folder.path)]):
+        assert main("jobs", VERBS, words) == 0
+        out = capfd.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80, out
+    assert folder.path.name in out and out.count("SIGKILL") == 3
