@@ -18,6 +18,7 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -46,6 +47,8 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 
 LOCAL = "local"
+MICRO_BATCHES = "parallel.micro_batches"
+COUNTS = (MICRO_BATCHES, "parallel.replications", "parallel.parts")
 WIDTH = 120  # of a line of help
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")  # which Hydra 1.3 asks for
 
@@ -56,7 +59,11 @@ def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     Raises:
         ConfigError: as `composed`, or a value that cannot run.
     """
-    return resolve(composed(overrides, cluster))
+    spec = composed(overrides, cluster)
+    try:
+        return resolve(spec)
+    except ConfigError as error:
+        raise _with_experiment(error, rewritten(overrides)) from error
 
 
 def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
@@ -79,12 +86,32 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
         else:
             config = pickle.loads(_kept_options(choices, cluster, _option_files(folders), _registered_names()))
         ConfigLoaderImpl._apply_overrides_to_config(values, config)  # as Hydra itself does last
+        _give_way(config, given)
         spec = _to_spec(config)
     except GemsError:
         raise
     except Exception as error:  # Hydra has errors of its own, OmegaConf's, YAML's, the system's and plain ValueErrors
         raise translate(error, overrides) from error
     return spec
+
+
+def _give_way(config: DictConfig, given: Sequence[Override]) -> None:
+    """Take away an experiment's replications and parts if they contradict the user's own micro-batches."""
+    own = {str(override.key_or_group) for override in given}
+    parallel = config.parallel
+    runs, parts, total = parallel.replications, parallel.parts, parallel.micro_batches
+    if "experiment" in own and MICRO_BATCHES in own and None not in (runs, parts, total) and runs * parts != total:
+        for name in {"replications", "parts"} - {key.removeprefix("parallel.") for key in own}:
+            parallel[name] = None
+
+
+def _with_experiment(error: ConfigError, overrides: Sequence[str]) -> ConfigError:
+    """Return the error, with the experiment that sets its key, if it is a count that no override sets."""
+    given = {str(override.key_or_group): override for override in parsed(overrides)}
+    if "experiment" not in given or error.key not in COUNTS or error.key in given:
+        return error
+    line = given["experiment"].input_line
+    return ConfigError(error.key, error.value, f"is set by {line}, and {error.allowed}", error.advice)
 
 
 def _is_value(override: Override, folders: Sequence[Path]) -> bool:
@@ -176,6 +203,7 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         if failed:
             return
         try:
+            _give_way(config, parsed(HydraConfig.get().overrides.task))
             act(resolve(_to_spec(config)))
         except BaseException as error:  # Hydra would print it as a traceback and exit with 1
             failed.append(error)
