@@ -37,7 +37,9 @@ def verify(spec: RunSpec, options: Options) -> int:
     held, predicted = (
         " ".join(map(str, sizes)) for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
     )
-    agreement = "as predicted" if found.has_predicted_bytes else f"PREDICTED {predicted}"
+    agreement = f"{'predicted' if found.has_predicted_bytes else 'PREDICTED'} {predicted}"
+    if found.peak_activation_bytes == found.predicted_activation_bytes:
+        agreement = "as predicted"
     beside = "" if found.predicted_activation_bytes is None else f", {agreement}"
     print(f"activations at most, bytes by rank: {held}{beside}")
     if found.unsplit_layers:

@@ -14,6 +14,7 @@ MIXED_STEPS = {"bf16_mixed": 1}
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0, "bf16_mixed": 0.02, "fp16_mixed": 0.02}
 # In strips 16 bits also round the gradients of rows that two strips read, and of what all strips read.
 IN_STRIPS = {"bf16_mixed": 0.2, "fp16_mixed": 0.05}
+BYTES_TOLERANCE = 0.05  # on a GPU: its kernels save other tensors than a processor's, which the prediction follows
 ROUNDINGS = 10.0  # times what the last digit of the images changes
 COMPARE = "gems.engine.verification.compare:compare_run"
 
@@ -39,6 +40,7 @@ class Verification:
     unsplit_layers: tuple[str, ...]
     is_in_strips: bool = False
     rounding_error: float = 0.0
+    is_on_gpu: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -48,8 +50,11 @@ class Verification:
 
     @property
     def has_predicted_bytes(self) -> bool:
-        """Whether every rank held the bytes of activations that were predicted, if they were."""
-        return self.predicted_activation_bytes is None or self.peak_activation_bytes == self.predicted_activation_bytes
+        """Whether every rank held the bytes of activations that were predicted, if they were; on a GPU nearly so."""
+        tolerance = BYTES_TOLERANCE if self.is_on_gpu else 0.0
+        predicted = self.predicted_activation_bytes or self.peak_activation_bytes
+        pairs = zip(self.peak_activation_bytes, predicted, strict=True)
+        return all(abs(held - expected) <= tolerance * expected for held, expected in pairs)
 
 
 def steps_of(precision: str) -> int:

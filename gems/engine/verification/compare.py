@@ -369,7 +369,8 @@ def compare(
     pipeline.close()
     return Verification(
         spec.train.layer_dtype, largest[0], parameter[0], gradient[0], statistics[0], largest[1],
-        is_in_strips=pipeline.schedule.num_strips > 1, rounding_error=rounding, **memory_report(pipeline),
+        is_in_strips=pipeline.schedule.num_strips > 1, rounding_error=rounding,
+        is_on_gpu=device.type == "cuda", **memory_report(pipeline),
     )  # fmt: skip
 
 
