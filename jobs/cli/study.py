@@ -14,12 +14,16 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
+from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
 from jobs.batch.resources import PROBE, job_spec
 from jobs.launch.own_job import CANCELLED_CODE
-from jobs.preflight.cost import DRY_RUN, YES, is_confirmed
+from jobs.preflight.checks import show, site_checks
+from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.slurm.limits import is_on_site
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
@@ -56,6 +60,8 @@ def study(words: Sequence[str], options: Options) -> int:
     seen = _with_states(points)
     if DRY_RUN in options.flags:
         _show(seen, options, study=name)
+        if not options.json:
+            _show_jobs([point for point, _, state in seen if is_due(state)])
         return 0
     due = [point for point, _, state in seen if is_due(state)]
     if not is_confirmed([job_spec(point.spec) for point in due], assume_yes=YES in options.flags):
@@ -91,6 +97,18 @@ def _with_states(points: Sequence[Point]) -> list[PointRow]:
     """Return the points with the status of their runs, by one squeue for all of their jobs, and their own states."""
     runs = run_statuses([point.folder for point in points]).runs
     return [(point, run, point_state(run)) for point, run in zip(points, runs, strict=True)]
+
+
+def _show_jobs(due: Sequence[Point]) -> None:
+    """Show on stderr what the jobs of points may cost, and the script and the site's answer for the first of them."""
+    jobs = [(point.spec, job) for point in due if (job := job_spec(point.spec)).is_batch]
+    if not jobs:
+        return
+    spec, job = jobs[0]
+    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, RunFolder.of(spec))
+    print(script, end="", file=sys.stderr, flush=True)
+    report("jobs", f"the script of the first of {len(jobs)} points, at most {describe_cost([job for _, job in jobs])}")
+    show(site_checks(spec, job, script, here=is_on_site(spec.cluster)))
 
 
 def point_state(run: RunStatus) -> str:

@@ -472,7 +472,9 @@ def test_stop_cancels_the_whole_study(
     assert capfd.readouterr().out.count(": cancelled, job ") == 3
     assert "scancel 41 42 43" in slurm.asked()
     assert study("cluster=mini", "--dry-run") == 0
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()[1:]] == ["cancelled"] * 3
+    out, err = capfd.readouterr()
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["cancelled"] * 3
+    assert "#SBATCH --job-name=" in err and "the script of the first of 3 points, at most 0 GPU-hours" in err
 
 
 def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Callable[..., RunSpec]) -> None:
