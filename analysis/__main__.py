@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from analysis.cli.verbs import PROGRAM, VERBS, parser
 from gems.errors import ConfigError, GemsError, of_the_system, one_of
+from gems.utils.completion import answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,6 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         first = arguments[0] if arguments else "none"
+        said = answer(PROGRAM, arguments, lambda: dict.fromkeys(VERBS, ("--help", "--json", "--out")))
+        if said is not None:
+            print(said)
+            return 0
         if first not in (*VERBS, "-h", "--help"):
             raise ConfigError("command", first, one_of(VERBS), f"see {PROGRAM} --help")
         options = parser().parse_args(arguments)

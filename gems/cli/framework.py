@@ -15,6 +15,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
+from gems.utils.completion import SHELLS, answer
 from gems.utils.tables import terminal_width, wrapped
 
 # Take the preset of this machine if neither an override nor an experiment chooses one.
@@ -93,6 +94,10 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
+    said = answer(command_name(program), argv, lambda: {name: _words_of(verb) for name, verb in verbs.items()})
+    if said is not None:
+        print(said)
+        return 0
     if not argv or argv[0] in HELP:
         print(_usage(program, verbs))
         return 0 if argv else 2
@@ -122,11 +127,26 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     check_overrides(words)
     codes: list[int] = []
 
-    def act(spec: RunSpec) -> None:
+    def act(spec: RunSpec, label: str) -> None:
+        if label and not options.json:
+            print(f"== {label} ==", flush=True)
         codes.append(verb.act(spec, options))
 
     hydra_app([*words, *hydra_options], f"{program} {name}", act, default_cluster)
     return max(codes, default=0)
+
+
+def _words_of(verb: Verb) -> list[str]:
+    """Return the words that may follow a verb: options of its own, groups with theirs, and keys."""
+    words = ["--json", *verb.flags, *verb.choices]
+    if verb.takes_words:
+        return words
+    from gems.config.overrides import options_of, valid_keys
+
+    for key in valid_keys():
+        options = options_of(key)
+        words += [f"{key}={option}" for option in options] or [f"{key}="]
+    return [*words, *HYDRA_FLAGS, *HYDRA_DIRECTORY]
 
 
 def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Options]:
@@ -197,7 +217,8 @@ def command_name(program: str) -> str:
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     command = command_name(program)
-    lines = [f"usage: {command} VERB [key=value ...] [--json]", ""]
+    lines = [f"usage: {command} VERB [key=value ...] [--json]"]
+    lines += [f"       {command} --version | --completion {'|'.join(SHELLS)}", ""]
     columns = terminal_width()
     lines += [wrapped(verb.help, f"  {name:<{width}}  ", columns) for name, verb in verbs.items()]
     hint = f"`{command} VERB --help` lists every key with its limits; --cfg job prints the configuration."

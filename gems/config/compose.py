@@ -20,6 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -182,11 +183,11 @@ def _option_values(group: str, option: str) -> dict[str, Any]:
     return {**({"target": None} if has_target else {}), **values}
 
 
-def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL) -> None:
+def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec, str], None], cluster: str = LOCAL) -> None:
     """Run `act` under `hydra.main`, for Hydra's own options (--cfg, --info, --multirun, ...).
 
     In `argv` overrides come before options, for Hydra's parser takes them in one piece. `cluster` is that of `compose`.
-    The first job of a sweep that fails ends the sweep.
+    `act` takes a run, and in a sweep its overrides. The first job of a sweep that fails ends the sweep.
 
     Raises:
         ConfigError: as `compose`; and whatever `act` raises.
@@ -203,8 +204,10 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         if failed:
             return
         try:
-            _give_way(config, parsed(HydraConfig.get().overrides.task))
-            act(resolve(_to_spec(config)))
+            job = HydraConfig.get()
+            _give_way(config, parsed(job.overrides.task))
+            spec = resolve(_to_spec(config))
+            act(spec, " ".join(job.overrides.task) if job.mode == RunMode.MULTIRUN else "")
         except BaseException as error:  # Hydra would print it as a traceback and exit with 1
             failed.append(error)
 

@@ -149,7 +149,7 @@ class TestHydra:
 
     def test_the_first_failure_ends_a_sweep(self, gems: Gems) -> None:
         said = gems("note", "-m", "name=fine,fail4,never", verbs=MINE)
-        assert said == (4, "", "gems: it went wrong\n")
+        assert said == (4, "== name=fine ==\n== name=fail4 ==\n", "gems: it went wrong\n")
         assert [spec.name for spec, _ in SEEN if isinstance(spec, RunSpec)] == ["fine", "fail4"]
 
     def test_the_worst_code_of_a_sweep(self, gems: Gems) -> None:
@@ -170,7 +170,7 @@ class TestHydra:
             (["--cfg", "job", "foo=1"], "foo=1: unknown key"),
             (["-m", "seed=1,x"], "must be a whole number"),
             (["-m", "schedule=gpipe,gpip"], "schedule=gpip: allowed"),
-            (["-m", "seed=1,-2"], "seed=-2: must be 0 or more"),
+            (["-m", "seed=-2,1"], "seed=-2: must be 0 or more"),
             (["-m", "runs_dir=/dev/null/runs"], "cannot be read or written (Not a directory)"),
         ],
     )
