@@ -64,7 +64,8 @@ class TestVerbs:
     )
     @pytest.mark.parametrize("through_hydra", [[], ["--multirun"]])
     def test_exit_codes(self, gems: Gems, name: str, code: int, err: str, through_hydra: list[str]) -> None:
-        assert gems("note", f"name={name}", *through_hydra, verbs=MINE) == (code, "", err)
+        label = f"== name={name} ==\n" if through_hydra else ""
+        assert gems("note", f"name={name}", *through_hydra, verbs=MINE) == (code, label, err)
 
     def test_usage(self, gems: Gems) -> None:
         asked, bare = gems("--help"), gems()
