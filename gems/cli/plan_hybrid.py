@@ -14,8 +14,9 @@ from gems.planner.hybrid.device_allocation import Choice, device_counts, picks, 
 from gems.planner.hybrid.end_to_end_time import HybridCase
 from gems.planner.hybrid.epochs import EQUAL_EPOCHS
 from gems.planner.hybrid.quantity import Quantity
-from gems.planner.worker_step import modelled_efficiency, worker_steps
+from gems.planner.worker_step import modelled_efficiency, with_degree, worker_steps
 from gems.runs.run_plan import plan_simulation, predict
+from gems.simulation.costs import counts_units
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import counted
 
@@ -57,11 +58,12 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
     )
     plan = plan_hybrid(case, device_counts(case.degrees, most), seed=spec.seed)
-    samples, picked = case.num_samples, picks(plan)
+    samples, picked, is_in_units = case.num_samples, picks(plan), counts_units(with_degree(spec, 1))
     answer = {
         "schema": SCHEMA, "source": "predicted", "model": spec.model.name, "height_px": spec.data.height_px,
         "width_px": spec.data.width_px, "schedule": spec.schedule.name, "memory": spec.memory.name,
-        "machine": spec.machine.name, "worker_batch": case.worker_batch, "samples_per_epoch": samples,
+        "machine": spec.machine.name, "time_unit": "unit" if is_in_units else "s",
+        "worker_batch": case.worker_batch, "samples_per_epoch": samples,
         "epochs": None if given is None else inputs.epochs_json(given),
         "speedups": {str(ways): asdict(each) for ways, each in case.speedups.items()},
         "speedup_source": "simulated" if speedups is None else "given",
@@ -73,13 +75,16 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [
             {
-                "devices": row.devices, "choices": [_choice(choice, samples) for choice in row.choices],
+                "devices": row.devices, "choices": [_choice(choice, samples, is_in_units) for choice in row.choices],
                 "left_out": {str(ways): why for ways, why in row.left_out.items()},
             }
             for row in plan.rows
         ],
         "crossings": [_by_ways(asdict(each)) for each in plan.break_evens],
-        "picks": {name: {"devices": choice.devices, **_choice(choice, samples)} for name, choice in picked.items()},
+        "picks": {
+            name: {"devices": choice.devices, **_choice(choice, samples, is_in_units)}
+            for name, choice in picked.items()
+        },
         "refused": {str(ways): why for ways, why in refused.items() if ways not in case.degrees},
     }  # fmt: skip
     if options.json:
@@ -93,16 +98,21 @@ def _by_ways(fields: dict[str, Any]) -> dict[str, Any]:
     return {"ways": fields.pop("degree"), **fields}
 
 
-def _choice(choice: Choice, num_samples: int | None) -> dict[str, Any]:
+def _choice(choice: Choice, num_samples: int | None, is_in_units: bool) -> dict[str, Any]:
     step_s, batch, fields = choice.step_s, choice.global_batch, _by_ways(asdict(choice))
     fields["over_data_parallel"] = fields.pop("gain")
-    fields["images_per_s"] = None if step_s is None else batch / step_s
+    fields["images_per_s"] = None if step_s is None or is_in_units else batch / step_s
     fields["steps_per_epoch"] = None if num_samples is None else num_samples / batch
     return fields
 
 
 def _table(answer: Mapping[str, Any]) -> str:
     shown = [row for row in answer["rows"] if row["choices"]]
+    is_in_units = answer["time_unit"] == "unit"
+    hour, time, cost_name = (1.0, "units", "GPU-units") if is_in_units else (3600.0, "h", "GPU-hours")
+    columns = {
+        {"time [h]": f"time [{time}]", "GPU-hours": cost_name}.get(key, key): how for key, how in COLUMNS.items()
+    }
     rows = []
     for row in shown:
         best = row["choices"][0]
@@ -110,13 +120,14 @@ def _table(answer: Mapping[str, Any]) -> str:
         rows.append((
             row["devices"], f"{best['workers']} x {best['ways']}", best["global_batch"],
             f"{best['epochs']:.3g}{'*' if best['is_extrapolated'] else ''}", best["speedup"]["value"],
-            None if time_s is None else time_s["value"] / 3600.0, None if cost is None else cost["value"],
+            None if time_s is None else time_s["value"] / hour, None if cost is None else cost["value"] * 3600.0 / hour,
             _over(best, answer["steps"]["1"]["fits"]),
         ))  # fmt: skip
-    lines = [*_head(answer), table(COLUMNS, rows), *map(_crossing, answer["crossings"])]
+    lines = [*_head(answer), table(columns, rows), *map(_crossing, answer["crossings"])]
     for name, pick in answer["picks"].items():
         choice = f"{pick['workers']} x {pick['ways']} on {counted(pick['devices'], 'device')}"
-        figures = f"{pick['time_s']['value'] / 3600.0:.3g} h and {pick['gpu_hours']['value']:.3g} GPU-hours"
+        spent = pick["gpu_hours"]["value"] * 3600.0 / hour
+        figures = f"{pick['time_s']['value'] / hour:.3g} {time} and {spent:.3g} {cost_name}"
         lines.append(f"{name.replace('_', ' ')}: {choice}, {figures}")
     if any(choice["is_extrapolated"] for row in shown for choice in row["choices"]):
         lines.append("* epochs beyond what was measured: the law goes on, and nothing checks it")

@@ -53,11 +53,13 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
     step = simulate(lowered, costs, plan.network)
-    print(drawn(lowered, costs, step, is_profiled=plan.costs.name == PROFILE))
+    is_profiled = plan.costs.name == PROFILE
+    unit = "s" if is_profiled else "units"
+    print(drawn(lowered, costs, step, is_profiled))
     cost = plan.costs
     print(
         f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "
-        f"{made.num_micro_batches} micro-batches, step {step.span:g} units (forward {cost.forward:g}, backward "
+        f"{made.num_micro_batches} micro-batches, step {step.span:g} {unit} (forward {cost.forward:g}, backward "
         f"{cost.input_grad + cost.weight_grad:g}), efficiency {step.efficiency:.3f}, "
         f"peak {max(step.peak):g} micro-batches of activations"
     )
@@ -91,11 +93,10 @@ def drawn(schedule: Schedule, costs: StageCosts, step: Simulation, is_profiled: 
             "level=lowered` lists them, COLUMNS=1000 before the command makes room)"
         )
     text = grid(schedule, step, unit=max(unit, fitted))
-    return (
-        text
-        if fitted <= unit
-        else f"{text}\n(a column is {fitted:.3g} of {step.span:.3g} units; shorter actions take one)"
-    )
+    if fitted <= unit:
+        return text
+    name = "s" if is_profiled else "units"
+    return f"{text}\n(a column is {fitted:.3g} of {step.span:.3g} {name}; shorter actions take one)"
 
 
 def shortest_time(schedule: Schedule, costs: StageCosts) -> float:

@@ -54,7 +54,12 @@ def assumed(found: Prediction) -> str:
 
 def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | None) -> str:
     low, high = answer["step_low_s"], answer["step_high_s"]
-    step, images = f"{answer['step_s']:g} ({answer['step_units']:g} units)", f"{answer['images_per_s']:.4g}"
+    is_in_units = answer["time_unit"] == "unit"
+    unit = "units" if is_in_units else "s"
+    images = "" if is_in_units else f"{answer['images_per_s']:.4g}"
+    step = f"{answer['step_s']:g}"
+    if not is_in_units and answer["step_units"] != answer["step_s"]:
+        step += f" ({answer['step_units']:g} units)"
     if answer["step_range_s"] is not None:
         least, most = answer["step_range_s"]
         step = f"{least:.3g} to {most:.3g}"
@@ -62,10 +67,10 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
     strips = f"{answer['strips']} strips" if answer["strips"] > 1 else ""
     most = answer["bound_any_strips"]
     rows = [
-        ("step [s]", step),
+        (f"step [{unit}]", step),
         *([] if confidence is None else [("this time is", confidence.words)]),
-        *([("95 % of steps [s]", f"{low:g} to {high:g} (machine.noise)")] if low < high else []),
-        ("images/s", images),
+        *([(f"95 % of steps [{unit}]", f"{low:g} to {high:g} (machine.noise)")] if low < high else []),
+        *([("images/s", images)] if images else []),
         ("efficiency [%]", percent(answer["efficiency"])),
         ("bubble [%]", percent(answer["bubble"])),
         (f"largest possible efficiency under the cap{strips and f' in {strips}'} [%]", percent(answer["bound"])),

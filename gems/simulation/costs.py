@@ -15,6 +15,7 @@ from gems.schedule.replicas import slowest_replica, with_all_reduce
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, Pace, Simulation, rank_times
 from gems.schedule.strips import strip_costs
+from gems.simulation.model_costs import PROFILE
 
 
 def activation_cap(run: RunSpec) -> float | None:
@@ -23,6 +24,12 @@ def activation_cap(run: RunSpec) -> float | None:
     if schedule.activation_cap_bytes is None:
         return schedule.activation_cap
     return schedule.activation_cap_bytes / run.cost.activation_bytes
+
+
+def counts_units(run: RunSpec) -> bool:
+    """Return whether a run's times are in units that stand for no seconds: configured costs without cost.unit_s."""
+    is_by_layers = run.cost.name == PROFILE or run.memory.name != "keep"
+    return not is_by_layers and run.cost.unit_s == 1.0 and run.machine.kind != "emulated"
 
 
 def depth_costs(run: RunSpec) -> DepthCosts:

@@ -24,7 +24,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
 from gems.simulation.build import partition_of, search_schedule
 from gems.simulation.calibration import Confidence, confidence_of
-from gems.simulation.costs import activation_cap, replica_pace, schedule_costs, simulate_step
+from gems.simulation.costs import activation_cap, counts_units, replica_pace, schedule_costs, simulate_step
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.memory_case import memory_case
 from gems.simulation.model_costs import PROFILE
@@ -92,11 +92,13 @@ class Prediction:
         the schedule has; times without noise), and the part of the bound that is missed. Of schedule=capped `bound` is
         that of `strips` strips on any placement, and `bound_any_strips` that of any number of them, with layers as fast
         as in these; null of others. Lists have an item a rank of one pipeline: replicas are alike. Sizes in bytes are
-        null where cost.activation_bytes is not given.
+        null where cost.activation_bytes is not given. `time_unit` is "unit" if costs are configured without
+        cost.unit_s: then a unit counts as a second, and `images_per_s` is null.
         `is_calibrated` and `step_range_s` say how far the step's time can be trusted, null where that is not known or
         does not apply.
         """
         confidence = self.confidence
+        is_in_units = counts_units(self.run)
         spec, step, unit_s, num_ranks = self.run, self.step, self.unit_s, self.schedule.num_ranks
         size, unknown = self.activation_bytes, [None] * num_ranks
         computing = sum(time.useful + time.recompute for time in self.times)
@@ -109,7 +111,8 @@ class Prediction:
             "is_calibrated": None if confidence is None else confidence.is_calibrated,
             "step_range_s": None if confidence is None else confidence.range_s(self.step_s),
             "step_low_s": self.interval[0] * unit_s, "step_high_s": self.interval[1] * unit_s,
-            "images_per_s": global_batch(spec) / self.step_s, "efficiency": step.efficiency,
+            "time_unit": "unit" if is_in_units else "s",
+            "images_per_s": None if is_in_units else global_batch(spec) / self.step_s, "efficiency": step.efficiency,
             "bubble": 1.0 - computing / (num_ranks * step.span),
             "bound": self.bound, "bound_any_strips": self.bounds[1],
             "gap": 1.0 - step.efficiency / self.bound, "cap": self.cap,

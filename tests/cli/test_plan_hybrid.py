@@ -97,6 +97,13 @@ def test_epochs_make_hybrid_win_from_the_crossing_on(gems_: Gems) -> None:
     assert answer["picks"]["fastest"]["devices"] == 1024 and answer["picks"]["cheapest"]["devices"] == 1
 
 
+@pytest.mark.cases
+def test_units_are_no_hours(gems_: Gems) -> None:
+    said = gems_(*ON_PAPER[:-1])
+    assert said.code == 0, said.err
+    assert "time [units]" in said.out and "GPU-units" in said.out and " h and " not in said.out
+
+
 def test_more_parts_are_smaller_parts(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
     eight, one = with_degree(spec, 8), with_degree(spec, 1)

@@ -113,7 +113,7 @@ def test_recompute_is_no_bubble_and_not_useful(capsys: pytest.CaptureFixture[str
 
 
 def test_replicas_multiply_images_and_not_time(capsys: pytest.CaptureFixture[str]) -> None:
-    one, many = (shown(capsys, spec_of(replicas=replicas)) for replicas in (1, 128))
+    one, many = (shown(capsys, spec_of(replicas=replicas, unit_s=0.01)) for replicas in (1, 128))
     assert many["step_s"] == one["step_s"]
     assert many["images_per_s"] == pytest.approx(128 * float(one["images_per_s"]))  # type: ignore[arg-type]
     assert many["world_size"] == 512 and len(many["peak_units"]) == 4  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_the_grid_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     assert lines[0].startswith("rank    0 | F0 F1 F2 F3 ")
     assert lines[4] == "1f1b: 4 ranks x 1 replicas, 4 stages, 8 micro-batches: simulated, a prediction"
-    assert any(line.split() == ["step", "[s]", "33", "(33", "units)"] for line in lines)
+    assert any(line.split() == ["step", "[units]", "33"] for line in lines)
     assert "any order on this placement with a full backward; activations kept; free links" in out
     assert any(line.split()[:1] == ["efficiency"] and line.endswith("72.7") for line in lines)
     assert lines[-4].split() == ["0", "72.7", "0.0", "0.0", "0.0", "0.0", "0.0", "27.3", "4", "4.0"]
@@ -229,3 +229,15 @@ def test_the_grid_of_profiled_costs_fits_the_terminal(
             continue
         assert len(lines) == 2 and max(map(len, lines)) <= 100 and "a column is" in grid
         assert [len(set(re.findall(r"[FBfb]\d", line))) for line in lines] == [8, 8]
+
+
+@pytest.mark.cases
+def test_units_are_no_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_simulation(spec_of(), Options()) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"step \[units\] +33\n", text) and "[s]" not in text and "images/s" not in text
+    found = shown(capsys, spec_of())
+    assert (found["time_unit"], found["images_per_s"]) == ("unit", None)
+    assert show_simulation(spec_of(unit_s=0.01), Options()) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"step \[s\] +0\.33 \(33 units\)\n", text) and "images/s" in text
