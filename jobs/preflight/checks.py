@@ -105,7 +105,7 @@ def site_checks(spec: RunSpec, job: JobSpec, script: str, *, here: bool = True) 
     if not scheduler.has_site_checks:
         yield Check("site", None, f"not asked: {scheduler.title} itself checks queue and account at submission")
         return
-    partitions = cache(partial(query_partitions, spec.cluster.partition))
+    partitions = cache(partial(query_partitions, spec.cluster.partition, scheduler.clusters(spec.cluster)))
     looks: dict[str, Callable[[], Outcome]] = {
         "partition": lambda: _check_partitions(spec, job, partitions()),
         "account": lambda: check_account(spec, query_accounts()),
@@ -175,7 +175,8 @@ def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
 def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
-        check_queue(spec, job, SCHEDULERS[spec.cluster.scheduler].num_queued)
+        scheduler = SCHEDULERS[spec.cluster.scheduler]
+        check_queue(spec, job, partial(scheduler.num_queued, clusters=scheduler.clusters(spec.cluster)))
     limits = len(spec.cluster.limits)
     return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
 

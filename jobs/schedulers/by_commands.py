@@ -152,7 +152,7 @@ class ByCommands(Scheduler):
         job = self._query([job_id]).jobs.get(job_id)
         return None if job is None else {name: str(value) for name, value in asdict(job).items() if value}
 
-    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
         """Count this user's jobs that wait or run in a queue, or in all."""
         try:
             found = self.fetch()

@@ -95,7 +95,7 @@ class Scheduler(ABC):
         """Cancel jobs by one command; return its error, or None. A job that has ended is no error."""
 
     @abstractmethod
-    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
         """Return how many jobs of this user wait or run; None if there is no answer."""
 
     def max_array_tasks(self) -> int:

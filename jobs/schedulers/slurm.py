@@ -84,9 +84,9 @@ class Slurm(Scheduler):
         """Cancel jobs by one scancel."""
         return slurm_jobs.cancel_jobs(job_ids)
 
-    def num_queued(self, partition: str | None = None, qos: str | None = None) -> int | None:
+    def num_queued(self, partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
         """Count the jobs of this user by squeue."""
-        return slurm_jobs.num_queued(partition, qos)
+        return slurm_jobs.num_queued(partition, qos, clusters)
 
     def max_array_tasks(self) -> int:
         """Return what the site's configuration allows."""

@@ -146,11 +146,12 @@ def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
     return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
 
-def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
+def num_queued(partition: str | None = None, qos: str | None = None, clusters: str = "") -> int | None:
     """Return how many jobs of this user wait or run in a partition and a qos; None if squeue does not answer."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
-    result = run_command(["squeue", "--noheader", "--array", "--format=%i", f"--user={os.getuid()}", *chosen])
-    return None if result.error is not None else len(result.lines)
+    user = f"--user={os.getuid()}"
+    result = run_command(["squeue", *on(clusters), "--noheader", "--array", "--format=%i", user, *chosen])
+    return None if result.error is not None else sum(is_job_number(line.strip()) for line in result.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:

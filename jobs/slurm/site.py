@@ -17,6 +17,7 @@ from jobs.batch.command import (
     run_command,
     user_name,
 )
+from jobs.slurm.jobs import on
 
 MINUTES_PER_DAY = 1440
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -97,15 +98,17 @@ def query_site(*argv: str, with_stderr: bool = False) -> str:
     return stdout + result.stderr if with_stderr else stdout
 
 
-def query_partitions(names: str | None) -> tuple[Partition, ...]:
-    """Return the partitions of a list like sbatch's, or the default one.
+def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, ...]:
+    """Return the partitions of a list like sbatch's, or the default one, of the default cluster or of others.
 
     Raises:
         ConfigError: SLURM has no such partition.
         SchedulerUnavailableError: SLURM does not answer, or has no default.
     """
-    rows = parse_partitions(query_site("scontrol", "--all", "--oneliner", "show", "partition"))
-    kinds = parse_kinds(query_site("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T"))
+    rows = parse_partitions(query_site("scontrol", *on(clusters), "--all", "--oneliner", "show", "partition"))
+    kinds = parse_kinds(
+        query_site("sinfo", *on(clusters), "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T")
+    )
     by_name = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
     defaults = [name for name, row in by_name.items() if row.get("Default") == "YES"]
     wanted = names.split(",") if names else defaults

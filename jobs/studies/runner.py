@@ -63,7 +63,8 @@ class QueueSlots:
             return 0
         key, allowed = _limit(spec, job)
         if allowed is not None and key not in self._slots:
-            queued = SCHEDULERS[spec.cluster.scheduler].num_queued(*key[1:])
+            scheduler = SCHEDULERS[spec.cluster.scheduler]
+            queued = scheduler.num_queued(*key[1:], clusters=scheduler.clusters(spec.cluster))
             self._slots[key] = None if queued is None else allowed - queued
         slots = self._slots.get(key)
         return math.inf if slots is None else max(0, slots)
@@ -243,7 +244,9 @@ class StudyRunner:
     def _refuse(self, packs: Sequence[Pack], error: GemsError, slots: QueueSlots) -> int:
         """Hold packs back if their jobs would be taken later, or report that they cannot start; return the code."""
         spec = packs[0][0].spec
-        if isinstance(error, TryLaterError) and SCHEDULERS[spec.cluster.scheduler].num_queued() != 0:
+        scheduler = SCHEDULERS[spec.cluster.scheduler]
+        clusters = scheduler.clusters(spec.cluster)
+        if isinstance(error, TryLaterError) and scheduler.num_queued(clusters=clusters) != 0:
             slots.full.add(_scope(spec))
             self._hold_back(packs)
             return 0

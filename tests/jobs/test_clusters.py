@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gems.config.cluster import QueueLimit
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
@@ -20,6 +21,7 @@ from jobs.batch.job import JobId
 from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob, wait_for_submission
 from jobs.launch.submission import start_run
+from jobs.preflight.checks import site_checks
 from jobs.schedulers.scheduler import SCHEDULERS, find_submitted
 from jobs.slurm import environment
 from jobs.slurm.executor import executor, read_id
@@ -60,6 +62,24 @@ def queue(slurm: FakeSlurm) -> FakeSlurm:
 def edit(slurm: FakeSlurm, name: str, change: Callable[[str], str]) -> None:
     path = slurm.here / name
     path.write_text(change(path.read_text()))
+
+
+def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> None:
+    """The default cluster has no partition of this name, and as many jobs as it takes."""
+    row = "PartitionName=serial Default=NO MaxNodes=4 MaxTime=02:00:00 State=UP TotalNodes=4"
+    for name, line in (("scontrol", row), ("sinfo", "serial|4|64|512000|(null)|idle"), ("squeue", "")):
+        slurm.does(
+            name, f'case "$*" in *--clusters=serial*) echo "CLUSTER: serial"; echo "{line}" ;; *) echo 7 ;; esac'
+        )
+    spec = make(clusters="serial")
+    cluster = replace(spec.cluster, partition="serial", limits=[QueueLimit(queued_jobs=1)])
+    spec = replace(spec, cluster=cluster)
+    checks = {check.name: check for check in site_checks(spec, job_spec(spec), "")}
+    assert checks["limits"].ok and checks["partition"].ok, checks
+    assert "serial: 4 of 4 nodes up" in checks["partition"].said
+    elsewhere = replace(spec, cluster=replace(cluster, sbatch={}))
+    checks = {check.name: check for check in site_checks(elsewhere, job_spec(elsewhere), "")}
+    assert "1 jobs are queued" in checks["limits"].said
 
 
 def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Make) -> None:
