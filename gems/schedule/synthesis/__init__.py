@@ -37,6 +37,7 @@ NUM_REPLAYED = 3
 NEAR = 1.25
 NUM_PLACEMENTS, NUM_WITH_ACTS = 5, 4
 WAVE_CHUNKS = (4, 8)
+RUNGS, GAINED = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0), 1e-9  # lower caps for strips, and the share that one must gain
 PLANNED_CAPS = (1.0, 2.0, 4.0)
 MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
@@ -62,6 +63,15 @@ class Found:
     method: str
     candidates: int
 
+    def or_faster(self, lower: Found) -> Found:
+        """Return what is faster, this or what was found under a lower cap, with bounds that hold for this cap."""
+        best = lower if lower.span < self.span else self
+        bound = max(self.bound, lower.bound)
+        return replace(
+            best, bound=bound, bound_any_strips=max(self.bound_any_strips, lower.bound_any_strips),
+            gap=1.0 - best.efficiency / bound if bound else 0.0, candidates=self.candidates + lower.candidates,
+        )  # fmt: skip
+
 
 def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
@@ -70,11 +80,37 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     a list scheduler makes finite steps of them, and the best of these are varied; where a split backward takes longer,
     backwards become whole again where that is faster. All of it takes a number of steps that follows from `budget_s`,
     so the result is the same for the same request on any machine. Those of `rivals` that keep the cap, with the same
-    ranks and micro-batches, take part. The winner is validated.
+    ranks and micro-batches, take part. The winner is validated. A list of strips is found forward in time, so that more
+    room may lead it astray: what is found under a lower cap of `RUNGS` is an answer too.
 
     Raises:
         ConfigError: a cap below the least one that any allowed placement can keep.
     """
+    rivals = list(rivals)
+    found = _at_cap(request, rivals)
+    if request.num_strips == 1 or request.cap is None:
+        return found
+    for cap in (rung for rung in reversed(RUNGS) if rung < (request.cap or 0.0)):
+        lower = replace(request, cap=cap)
+        if least_cap(lower) > cap + TOLERANCE:
+            break
+        if _shortest(lower) < found.span * (1 - GAINED):
+            found = found.or_faster(_at_cap(lower, published_schedules(lower) if rivals else ()))
+    return found
+
+
+def _shortest(request: Request) -> float:
+    """Return a time that no step on the allowed placements is shorter than."""
+    request, problems, rooms = _problems(request)
+    return min(
+        _time_bound(request, one.placement, one.counts, _any_strips_bound(request, one.placement, one.counts))
+        for one, room in zip(problems, rooms, strict=True)
+        if room <= one.cap
+    )
+
+
+def _at_cap(request: Request, rivals: Iterable[Schedule]) -> Found:
+    """Search under the cap of a request alone."""
     if request.num_strips > 1 and request.allow:
         raise ConfigError(
             "schedule.memory_actions", list(request.allow), "must be empty with parallel.strips above 1",
