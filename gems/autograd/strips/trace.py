@@ -140,8 +140,9 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor], str
 
 def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: torch.device) -> _Layer:
     mixed = mixed_of(module)
-    if mixed is not None and mixed.elsewhere is not None:
-        device = mixed.elsewhere.device
+    elsewhere = None if mixed is None else mixed.elsewhere
+    if elsewhere is not None:
+        device = elsewhere.device
     refuse_hooks(name, module)
     weights, tensors, places = _weights_of(module, mixed)
     has_grad = torch.is_grad_enabled()
@@ -162,10 +163,14 @@ def _graph_of(name: str, module: nn.Module, inputs: Sequence[Tensor], device: to
 
     with without_memory(device, None if mixed is None else mixed.dtype) as mode, untouched(module):
         state = [
-            _like(tensor, None if weight.mixed is None else weight.mixed.dtype).requires_grad_(tensor.requires_grad)
+            _like(tensor, None if weight.mixed is None else weight.mixed.dtype)
             for tensor, weight in zip(tensors, weights, strict=True)
         ]
-        given = [_like(each).requires_grad_(each.is_floating_point()).clone() for each in inputs]
+        given = [_like(each) for each in inputs]
+        if elsewhere is None:  # else autograd's nodes would need a device that is not there
+            for stand_in, tensor in zip(state, tensors, strict=True):
+                stand_in.requires_grad_(tensor.requires_grad)
+            given = [each.requires_grad_(each.is_floating_point()).clone() for each in given]
         before = state_of(module)
         graph, structure, names = record((state, *given))
         changed = changed_attribute(module, before)
