@@ -13,9 +13,9 @@ from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import Metrics
 from analysis.metrics.statistics import min_values
 from gems.errors import ConfigError
-from gems.trace import Trace
+from gems.trace import TIME_UNIT, Trace
 from gems.utils.tables import name_values
-from gems.utils.units import UNKNOWN, bytes_unit, counted, number, percent, time_unit
+from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, percent, time_unit
 
 MAX_RANK_ROWS = 16
 SOURCE_NOTES = {"emulated": "real MPI, timed sleeps for compute", "simulated": "a prediction, nothing was run"}
@@ -76,11 +76,13 @@ def _headline(trace: Trace) -> str:
 
 
 def _speed_rows(metrics: Metrics, trace: Trace) -> list[Row]:
-    unit, source = time_unit([metrics.step_p95_s]), trace.source
+    is_in_units, source = TIME_UNIT in trace.attributes, trace.source
+    unit = Unit("units", 1.0) if is_in_units else time_unit([metrics.step_p95_s])
+    images = UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)
     left_out = f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)" if metrics.num_warmup_steps else ""
     rows = [
         ("steps", f"{metrics.num_steps}{left_out}"),
-        ("images/s", UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)),
+        *([] if is_in_units else [("images/s", images)]),
         (f"step time, median [{unit.name}]", unit.show(metrics.step_median_s)),
     ]
     if metrics.step_low_s != metrics.step_high_s:

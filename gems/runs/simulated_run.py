@@ -23,9 +23,9 @@ from gems.schedule.dependencies import boundary_of
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.simulation.costs import activation_cap, replica_pace, schedule_costs, simulate_step
+from gems.simulation.costs import activation_cap, counts_units, replica_pace, schedule_costs, simulate_step
 from gems.simulation.jitter import noisy_steps
-from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
+from gems.trace import DTYPES, KINDS, STREAMS, TIME_UNIT, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
 
 MAX_EVENTS = 4_000_000
@@ -99,6 +99,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     machine = spec.machine
     known = {  # of the machine, and of how far predictions with it were off
         "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error, "noise": noise or None,
+        TIME_UNIT: "unit" if counts_units(spec) else None,
     }  # fmt: skip
     attributes = root_attributes(
         "simulated", run_id(spec), spec.world_size, device="simulated", clock="simulated",

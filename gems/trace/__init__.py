@@ -12,6 +12,7 @@ from gems.trace.layout import (
     SCHEMA_VERSION,
     SOURCES,
     STREAMS,
+    TIME_UNIT,
     LayerTimes,
     Trace,
     root_attributes,
@@ -19,7 +20,7 @@ from gems.trace.layout import (
 from gems.trace.parts import TracePart, join_attempts, merge_parts, part_path, read_part
 
 __all__ = [
-    "COLUMNS", "DTYPES", "KINDS", "SCHEMA_VERSION", "SOURCES", "STREAMS", "LayerTimes", "Trace", "TracePart",
-    "join_attempts", "merge_parts", "open_trace", "part_path", "read_column", "read_part", "read_trace",
+    "COLUMNS", "DTYPES", "KINDS", "SCHEMA_VERSION", "SOURCES", "STREAMS", "TIME_UNIT", "LayerTimes", "Trace",
+    "TracePart", "join_attempts", "merge_parts", "open_trace", "part_path", "read_column", "read_part", "read_trace",
     "root_attributes", "write_trace",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+TIME_UNIT = "time_unit"  # root attribute of simulated runs whose seconds stand for units
 SCHEMA_VERSION = "1.3"
 SOURCES = ("measured", "emulated", "simulated")
 # The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.cli.collect import collect
+from analysis.cli.summary import summary_table
 from analysis.metrics.events import step_window
 from analysis.metrics.run_metrics import backward_mean_s, run_metrics
 from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
@@ -198,3 +200,12 @@ def test_the_closed_form_stands_beside_the_simulated_bubble(make: Make, name: st
     spec.machine.link_latency_s = 0.0
     found = run_metrics(trace_of(spec))
     assert found.bubble_formula == pytest.approx(found.bubble_measured)
+
+
+@pytest.mark.cases
+def test_units_are_no_seconds_in_the_table(make: Make) -> None:
+    spec = make("1f1b")
+    in_seconds, in_units = spec, replace(spec, cost=replace(spec.cost, unit_s=1.0))
+    texts = [summary_table(run_metrics(trace), trace, {}) for trace in map(trace_of, (in_seconds, in_units))]
+    assert "images/s" in texts[0] and "step time, median [ms]" in texts[0]
+    assert "images/s" not in texts[1] and "step time, median [units]" in texts[1]
