@@ -6,6 +6,7 @@ Covers who may import whom, how large they are, and that no files import each ot
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -294,6 +295,32 @@ def test_mpi_is_started_in_one_place() -> None:
         if any(is_below(name, "mpi4py.MPI") for name in imports(path.read_text(), module_name(path).rpartition(".")[0]))
     ]
     assert users == ["gems.engine.transport.mpi"]
+
+
+def private_names(source: str) -> list[str]:
+    """Return the names of torch with an underscore in front that a file takes, but for operations."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and is_below(node.module, "torch"):
+            found += [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            found += [each.name for each in node.names if is_below(each.name, "torch")]
+        elif isinstance(node, ast.Attribute) and is_below(name := ast.unparse(node), "torch"):
+            found.append(name)
+    plain = (name for name in found if re.fullmatch(r"[\w.]+", name) and not is_below(name, "torch.ops"))
+    private = [name for name in plain if re.search(r"\._(?!_)", name)]
+    return [name for name in private if not any(other != name and is_below(other, name) for other in private)]
+
+
+@pytest.mark.cases
+def test_private_names_of_torch_are_taken_in_one_place() -> None:
+    taken = {module: names for module, path in MODULES.items() if (names := private_names(path.read_text()))}
+    assert set(taken) == {"gems.autograd.torch_internals"}, taken
+
+
+def test_a_private_name_is_found() -> None:
+    source = "import torch._dynamo\nfrom torch.utils import _pytree\ntorch._C._cuda(torch.ops.aten._to_copy, torch.nn)"
+    assert private_names(source) == ["torch._dynamo", "torch.utils._pytree", "torch._C._cuda"]
 
 
 @pytest.mark.parametrize("module", LOGIN_NODE)

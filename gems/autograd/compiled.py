@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.torch_internals import dynamo_settings
 from gems.errors import ConfigError
 from gems.models.build import as_tuple
 
@@ -46,7 +47,7 @@ def compile_layers(
     """
     _run_without_trace(layers, inputs)
     left = [layer for layer in layers if is_drawing(layer)]
-    settings: Any = torch._dynamo.config
+    settings: Any = dynamo_settings()
     # layers of one class share their count, and beyond the limit would run as they are without a word
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILES * len(layers))
     settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, settings.recompile_limit)

@@ -12,14 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gems.autograd.strips.casts import Autocast, Casts, find_casts
+from gems.autograd.torch_internals import (
+    DispatchKey,
+    FakeTensorMode,
+    SchemaCheckMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    enable_python_dispatcher,
+    has_kernel,
+    no_python_dispatcher,
+    tree_flatten,
+    tree_unflatten,
+    without_autocast,
+)
 from gems.models.mixed import Elsewhere
 
 _HERE = "cpu"
@@ -74,7 +81,7 @@ class _Finder:
 
     def is_listed(self, func: Any) -> bool:
         """Whether autocast acts on an operation itself, not only on those of which it is made."""
-        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), self._key)
+        return has_kernel(func.name(), self._key)
 
     def find(self, func: Any, args: Any, kwargs: Any) -> _Found:
         """Return the types to which the arguments are cast, by their place, and options that are set."""
@@ -83,7 +90,7 @@ class _Finder:
         kinds = tuple(_Like.of(each) if isinstance(each, Tensor) else (type(each), each) for each in leaves)
         key = func, low, form, kinds
         if key not in self._known:
-            with _disable_current_modes(), self.autocast(is_enabled=False):
+            with disable_current_modes(), self.autocast(is_enabled=False):
                 with self._mode:
                     like = [each.made(self.device) if isinstance(each, _Like) else each[1] for each in kinds]
                 args, kwargs = tree_unflatten(like, form)
@@ -110,10 +117,10 @@ class _CastsElsewhere(SchemaCheckMode):
             if self._finder.is_on:
                 if self._finder.is_listed(func):
                     args, kwargs = self._cast_all(func, args, kwargs)
-                elif torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+                elif has_kernel(func.name(), _COMPOSITE):
                     with self, enable_python_dispatcher():
                         return func._op_dk(_COMPOSITE, *args, **kwargs)
-            with _without_autocast():
+            with without_autocast():
                 return func(*args, **kwargs)
 
     def _cast_all(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -132,12 +139,8 @@ class _CastsElsewhere(SchemaCheckMode):
         key = id(tensor), dtype
         if is_kept and key in self._cast_weights:
             return self._cast_weights[key][1]
-        with _without_autocast():
+        with without_autocast():
             made = tensor.to(dtype)
         if is_kept:
             self._cast_weights[key] = tensor, made
         return made
-
-
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(DispatchKey.AutocastCPU))

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from gems.autograd.torch_internals import TorchDispatchMode, tree_leaves
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.engine.optimization.optimizer import build_optimizer

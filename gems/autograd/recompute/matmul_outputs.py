@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gems.autograd.recompute.layer_state import RandomState
+from gems.autograd.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_unflatten
 
 _aten = torch.ops.aten
 MATMULS = frozenset(

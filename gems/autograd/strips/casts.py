@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gems.autograd.torch_internals import FakeTensorMode, TorchDispatchMode
 from gems.models.outputs import map_tensors, tensors_in
 
 _CAST = torch.ops.aten._to_copy.default

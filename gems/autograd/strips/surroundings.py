@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from gems.autograd.split_backward.deferred import has_hooks
 from gems.models.outputs import map_tensors, tensors_in
 
-SET_GRAD_MODE = torch._C._set_grad_enabled
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _KINDS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
 _BACKWARD_KINDS = {"_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "full backward hook"}

@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from gems.autograd.strips.casts import Autocast, find_casts, without_memory
 from gems.autograd.strips.surroundings import (
-    SET_GRAD_MODE,
     Recorded,
     RefusedError,
     changed_attribute,
@@ -31,6 +28,7 @@ from gems.autograd.strips.surroundings import (
     state_of,
     untouched,
 )
+from gems.autograd.torch_internals import SET_GRAD_MODE, FakeTensorMode, OpOverload, enter_autocast, exit_autocast
 from gems.errors import ConfigError, one_line
 from gems.models.mixed import Mixed, mixed_of
 from gems.models.outputs import map_tensors, tensors_in
@@ -282,7 +280,7 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
             found[node] = Weight(layer.graph, str(node.target))
         elif node.op == "output":
             outputs = fx.node.map_arg(node.args[0], found.__getitem__)
-        elif node.target in (_enter_autocast, _exit_autocast):
+        elif node.target in (enter_autocast, exit_autocast):
             _change_autocast(layer, node)
         elif node.target is SET_GRAD_MODE:
             layer.grad_modes.append(bool(node.args[0]))
@@ -313,7 +311,7 @@ def _append(steps: list[Step], values: list[Any], inputs: Sequence[int], layer: 
 
 def _change_autocast(layer: _Layer, node: fx.Node) -> None:
     """Follow a layer that turns autocast on or off for some of its operations."""
-    if node.target is _exit_autocast:
+    if node.target is exit_autocast:
         layer.autocasts.pop()
         return
     if layer.mode is None and node.args[2]:
@@ -324,7 +322,7 @@ def _change_autocast(layer: _Layer, node: fx.Node) -> None:
 
 def _casts_of(layer: _Layer, node: fx.Node) -> tuple[dict[fx.Node, torch.dtype], Mapping[str, Any]]:
     """Return the types to which autocast casts what a node reads, and the options that it sets."""
-    if layer.mode is None or not isinstance(node.target, torch._ops.OpOverload):
+    if layer.mode is None or not isinstance(node.target, OpOverload):
         return {}, {}
     reads = {read: _value(layer, read) for read in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), reads.__getitem__)

@@ -10,6 +10,7 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gems.autograd.storages import check_unchanged, storage_addresses
+from gems.autograd.torch_internals import storage_of_weak
 from gems.engine.activation_store.copies import Copy
 from gems.memory.residency import Key, Residency
 
@@ -114,7 +115,7 @@ class SavedStorage:
 
     def memory(self) -> UntypedStorage | None:
         """Return its device memory; None if it has left and no tensor in flight has it."""
-        alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._weak.values())
+        alive = (storage_of_weak(weak.cdata) for weak in self._weak.values())
         return next((memory for memory in alive if memory is not None), None)
 
     def record_copied_version(self) -> None:

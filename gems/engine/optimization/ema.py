@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.torch_internals import lerp_all
+
 
 class WeightAverage:
     """The exponential moving average of a rank's trained parameters: decay x average + (1 - decay) x parameter.
@@ -37,7 +39,7 @@ class WeightAverage:
         """Move the averages towards the weights of now."""
         now = [p.detach().to(mean.dtype) for p, mean in zip(self.parameters, self.values(), strict=True)]
         if now:
-            torch._foreach_lerp_(self._values, now, 1 - self._decay)
+            lerp_all(self._values, now, 1 - self._decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them without types
 
+from gems.autograd.torch_internals import stores
 from gems.config.schema import GLOO, NCCL
 from gems.engine.transport.links import SLEEP_S, Links, Request
 from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
@@ -43,11 +43,12 @@ class _Rendezvous:
     def __init__(self, backend: str, comm: Comm) -> None:
         self._backend = backend
         is_here = ranks_here(comm) == comm.size
+        tcp_store, self._prefix_store = stores()
         host = "127.0.0.1" if is_here else socket.gethostname()
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+        server = tcp_store(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
         address = broadcast(comm, None if server is None else (host, server.port))
         meet(comm)  # all have it before any waits in torch for the others, where MPI may not move
-        self._store = server or TCPStore(*address, is_master=False, wait_for_workers=False)
+        self._store = server or tcp_store(*address, is_master=False, wait_for_workers=False)
         self._gloo_device: Any = None
         if backend == GLOO:
             make, interface = dist.ProcessGroupGloo.create_device, os.environ.get(GLOO_INTERFACE)
@@ -58,7 +59,7 @@ class _Rendezvous:
 
     def open(self, name: str, rank: int, size: int) -> Any:
         """Open the group of `size` ranks that ask for this name; collective over them."""
-        store = PrefixStore(name, self._store)
+        store = self._prefix_store(name, self._store)
         if self._backend == NCCL:
             nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             nccl._timeout = NO_TIMEOUT

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gems.autograd.elsewhere import cuda_elsewhere
 from gems.autograd.recompute.matmul_outputs import is_matmul
+from gems.autograd.torch_internals import FakeTensorMode, TorchDispatchMode, mem_tracker
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Layer, layers_of
@@ -240,9 +239,8 @@ def _whole_peak_bytes(model: ModelConfig, data: DataConfig, micro_batch_size: in
 
     It is torch's `MemTracker`'s; the optimizer's state is not in it, nor what kernels use within themselves.
     """
-    from torch.distributed._tools.mem_tracker import MemTracker  # doubles the time that a rank takes to start
 
-    class WholePeak(MemTracker):  # type: ignore[no-untyped-call]
+    class WholePeak(mem_tracker()):  # type: ignore[misc]
         """Keep the peak of the whole only: those of all modules take time that grows with the square of the depth."""
 
         peak_bytes = 0

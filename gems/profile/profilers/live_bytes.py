@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gems.autograd.convolutions import ConvolutionWatch
+from gems.autograd.torch_internals import TorchDispatchMode, current_autograd_node, disable_current_modes, use_counts
 from gems.models.outputs import tensors_in
 
 Workspace = Callable[[Any, tuple[Any, ...], Any], int]
@@ -179,9 +179,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether autograd's engine would add to `first` in place: it alone holds it, and it has no gaps."""
         dims = sorted((stride, size) for stride, size in zip(first.stride(), first.shape, strict=True) if size != 1)
         return (
-            torch._C._current_autograd_node() is not None
+            current_autograd_node() is not None
             and not torch.is_grad_enabled()
-            and _uses(first) == self._uses_of_engine
+            and use_counts(first) == self._uses_of_engine
             and first.shape == result.shape
             and all(stride == math.prod(size for _, size in dims[:place]) for place, (stride, _) in enumerate(dims))
         )
@@ -238,11 +238,6 @@ class AllocatedBytes:
         return torch.cuda.memory_allocated() - self._before
 
 
-def _uses(tensor: Tensor) -> Uses:
-    storage = tensor.untyped_storage()
-    return int(tensor._use_count()), int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
-
-
 class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records how often the first operand of a sum is held."""
 
@@ -251,14 +246,14 @@ class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is _ADD:
-            self.found = _uses(args[0])
+            self.found = use_counts(args[0])
         return result
 
 
 @cache
 def _uses_of_engine() -> Uses:
     """Return the reference counts of a gradient that the engine alone holds, as seen in a mode."""
-    with _disable_current_modes(), torch.enable_grad():
+    with disable_current_modes(), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True).view(1)
         y = torch.sin(x) + torch.cos(x)
         uses = _UsesInSum()  # type: ignore[no-untyped-call]
