@@ -151,7 +151,7 @@ def num_queued(partition: str | None = None, qos: str | None = None, clusters: s
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
     user = f"--user={os.getuid()}"
     result = run_command(["squeue", *on(clusters), "--noheader", "--array", "--format=%i", user, *chosen])
-    return None if result.error is not None else sum(is_job_number(line.strip()) for line in result.lines)
+    return None if result.error is not None else sum(not line.startswith("CLUSTER:") for line in result.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:

@@ -39,7 +39,7 @@ def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]
         (["cluster=slurm", "cluster.launcher=hydra", "cluster.nodes=2"], "cluster.nodes", "2", "starts ranks here"),
         (["parallel.micro_batches=7"], "parallel.micro_batches", "7", "must be even"),
         (["parallel.partitions=50"], "parallel.partitions", "50", "must make at most"),
-        (["parallel.partitions=four"], "parallel.partitions", "four", "(?i)integer"),
+        (["parallel.partitions=four"], "parallel.partitions", "four", "must be a whole number"),
         (["data.height_px=2"], "data.height_px", "2", "stride|at least|or more"),
         (["data=folder", "data.path=/no/such/folder"], "data.path", "/no/such/folder", "folder|directory"),
         (["cluster=mini", "name=50%j"], "name", "50%j", "SLURM"),
