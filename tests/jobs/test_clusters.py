@@ -68,9 +68,8 @@ def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Make) -> 
     """The default cluster has no partition of this name, and as many jobs as it takes."""
     row = "PartitionName=serial Default=NO MaxNodes=4 MaxTime=02:00:00 State=UP TotalNodes=4"
     for name, line in (("scontrol", row), ("sinfo", "serial|4|64|512000|(null)|idle"), ("squeue", "")):
-        slurm.does(
-            name, f'case "$*" in *--clusters=serial*) echo "CLUSTER: serial"; echo "{line}" ;; *) echo 7 ;; esac'
-        )
+        answer = f"printf 'CLUSTER: serial\\n{line}'"
+        slurm.does(name, f'case "$*" in *--clusters=serial*) {answer} ;; *) echo 7 ;; esac')
     spec = make(clusters="serial")
     cluster = replace(spec.cluster, partition="serial", limits=[QueueLimit(queued_jobs=1)])
     spec = replace(spec, cluster=cluster)
