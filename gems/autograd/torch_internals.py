@@ -1,7 +1,7 @@
 """The private names of torch that the packages use; no other module takes one.
 
-Each comment says what serves instead if a release of torch has the name no longer. All of them are loaded by
-`import torch` itself, except for `mem_tracker`.
+Each comment says what serves instead if a release of torch has the name no longer. `import torch` itself
+loads all of them, except for `mem_tracker` and SchemaCheckMode, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def current_autograd_node() -> Any:
 
 
 def has_kernel(operation: str, key: DispatchKey) -> bool:
-    """Return whether an operation has a kernel for a dispatch key. If it is gone: torch.library's list of them."""
+    """Return whether an operation has a kernel for a dispatch key. If it is gone: drop elsewhere."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operation, key)
 
 
@@ -84,7 +84,7 @@ def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:
 
 
 def dynamo_settings() -> Any:
-    """Return the settings of torch.compile. If they are gone: torch.compiler.config."""
+    """Return the settings of torch.compile. If they are gone: leave the limits as they are."""
     return torch._dynamo.config
 
 
